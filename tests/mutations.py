@@ -266,6 +266,24 @@ MUTATIONS = [
         EXPERT_EXCHANGE,
     ),
     Mutation(
+        "weights of choices are waited for behind the tokens, which nothing hides then",
+        "ops/expert_exchange.py",
+        """        self._weights_MK = gather_rows(routes.weights_MK, axes, comm)
+        self._tokens: Callable[[], Tensor] = start(x_MH, gathering(axes, comm)) if axes else lambda: x_MH
+""",
+        """        self._tokens: Callable[[], Tensor] = start(x_MH, gathering(axes, comm)) if axes else lambda: x_MH
+        self._weights_MK = gather_rows(routes.weights_MK, axes, comm)
+""",
+        EXPERT_EXCHANGE,
+    ),
+    Mutation(
+        "shared experts hide tokens twice as long as their GEMMs take",
+        "analysis/cost_model/expert_layer.py",
+        "_between(local, experts, machine, shared_s, backward=False)",
+        "_between(local, experts, machine, 2 * shared_s, backward=False)",
+        ("tests/unit/analysis/cost_model/test_expert_layer.py",),
+    ),
+    Mutation(
         "outputs of experts are not summed",
         "ops/moved_rows.py",
         "return moved(x, gathering(axes, comm).reversed()) if axes else x",

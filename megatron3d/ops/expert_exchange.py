@@ -59,8 +59,9 @@ class GatheredTokens:
         self._order = RowOrder(chosen_MK - ranks.rank * ranks.num_local, ranks.num_local)
         even = balanced(routes.experts_MK.numel(), ranks.num_local)
         self._counts = once(lambda: RowCounts(self._order.counts_E, even))
-        self._tokens: Callable[[], Tensor] = start(x_MH, gathering(axes, comm)) if axes else lambda: x_MH
+        # Collectives of one group run in the order of their calls: what is waited for at once goes before the tokens.
         self._weights_MK = gather_rows(routes.weights_MK, axes, comm)
+        self._tokens: Callable[[], Tensor] = start(x_MH, gathering(axes, comm)) if axes else lambda: x_MH
 
     def rows(self) -> tuple[Tensor, Sequence[int]]:
         counts = self._counts.on_host

@@ -78,7 +78,7 @@ def forward_traffic(
     """
     whole, slots = sizes.tokens * sizes.hidden * sizes.itemsize, sizes.tokens * sizes.topk
     if dispatcher == ALLGATHER:
-        sent = [(num_ranks - 1) * each for each in (slots * _INDEX_BYTES, whole, slots * sizes.wide, whole)]
+        sent = [(num_ranks - 1) * each for each in (slots * _INDEX_BYTES, slots * sizes.wide, whole, whole)]
         return [Traffic("all_gather", axes, each) for each in sent[:3]] + [Traffic("reduce_scatter", axes, sent[3])]
     counts = sizes.num_experts * _INDEX_BYTES * (num_ranks - 1) / num_ranks
     row = sizes.hidden * sizes.itemsize
@@ -96,6 +96,15 @@ def backward_traffic(
         return [Traffic("all_gather", axes, sent[0])] + [Traffic("reduce_scatter", axes, each) for each in sent[1:]]
     row = sizes.hidden * sizes.itemsize
     return [Traffic("all_to_all", axes, each * row) for each in (rows.there, rows.back)]
+
+
+def tokens_traffic(
+    dispatcher: str, axes: Axes, sizes: DispatchSizes, num_ranks: int, rows: RowsSent, backward: bool
+) -> Traffic:
+    """Return the collective that is in flight during the shared experts: of tokens, or of their gradients."""
+    if backward:
+        return backward_traffic(dispatcher, axes, sizes, num_ranks, rows)[1]
+    return forward_traffic(dispatcher, axes, sizes, num_ranks, rows)[-2]
 
 
 def fewest_bytes(num_ranks: int, hidden: int, topk: int, itemsize: int) -> str:

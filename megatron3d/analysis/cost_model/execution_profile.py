@@ -56,6 +56,7 @@ class ExecutionProfile:
         scatters_pipeline: activations that tensor-parallel ranks replicate are sent in shards and all-gathered by the
             receivers (Megatron-LM's scatter/gather).
         overlaps_input_grad: the reduction of a linear's input gradient overlaps with its wgrad GEMM.
+        overlaps_shared_experts: tokens are on their way to the ranks of their experts during the shared experts' GEMMs.
         ring_panels: linears move their operands in as many panels as ranks, each overlapping with the GEMM of another.
         validates_later: with a split backward, ranks start their optimizer step without waiting for each other and
             validate the gradient norm later, so that the slowest rank's own time decides (Qi et al. 2023, section 4).
@@ -87,6 +88,7 @@ class ExecutionProfile:
     scatters_pipeline: bool = True
     ring_panels: bool = False
     overlaps_input_grad: bool = True
+    overlaps_shared_experts: bool = False
     validates_later: bool = False
     fills_stages: bool = False
     reduces_buckets: bool = False
@@ -111,4 +113,5 @@ OURS = ExecutionProfile(
     logit_bytes=None,
     optimizer_bytes=38.0,
     wgrad_itemsize=4,
+    overlaps_shared_experts=True,
 )

@@ -2,6 +2,9 @@
 
 forward     relayout to whole rows (all-to-all over features); and back (all-gather over copies, all-to-all)
 backward    the same collectives in the reverse order
+
+Tokens are on their way to the ranks of their experts during the shared experts' GEMMs, and their gradients during the
+GEMMs of the shared experts' backward; what is longer than these is exposed.
 """
 
 from __future__ import annotations
@@ -9,11 +12,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megatron3d.analysis.cost_model.breakdown import GEMMS, MEMORY, TimeBreakdown, combine, exposed_time
+from megatron3d.analysis.cost_model.breakdown import (
+    GEMMS,
+    MEMORY,
+    SLOWDOWN,
+    TimeBreakdown,
+    exposed_time,
+)
 from megatron3d.analysis.cost_model.layer import LayerTimes, Machine, layer_times
 from megatron3d.analysis.memory_model.expert_memory import INDEX
 from megatron3d.analysis.memory_model.local_sizes import LocalSizes
 from megatron3d.model.layer_kinds import counts_each_step, counts_shape
+from megatron3d.model.linears import SHARED_FC1, SHARED_FC2
 from megatron3d.ops.router_spec import SEQUENCE, Experts
 from megatron3d.parallel.expert_exchange import (
     ALLGATHER,
@@ -21,6 +31,7 @@ from megatron3d.parallel.expert_exchange import (
     backward_traffic,
     balanced_exchange,
     forward_traffic,
+    tokens_traffic,
 )
 from megatron3d.parallel.matmul_plan import Traffic
 
@@ -133,17 +144,40 @@ def times_of_layer(local: LocalSizes, machine: Machine) -> LayerTimes:
     rest, experts = layer_times(local, machine), local.experts
     if experts is None:
         return rest
-    forward = combine((_products(local, experts, machine), _between(local, experts, machine, backward=False)))
-    dgrad = combine((_products(local, experts, machine), _between(local, experts, machine, backward=True)))
+    products, shared_s = _products(local, experts, machine), _shared_gemms_s(local, machine)
+    forward = products.plus(_between(local, experts, machine, shared_s, backward=False))
+    dgrad = products.plus(_between(local, experts, machine, shared_s, backward=True))
+    whole = products.plus(_between(local, experts, machine, 2 * shared_s, backward=True))
     again = forward if local.recompute.granularity == "full" else TimeBreakdown()
-    wgrad = combine((_products(local, experts, machine), _accumulation(local, experts, machine)))
-    half = combine((dgrad, again))
+    wgrad = products.plus(_accumulation(local, experts, machine))
     return LayerTimes(
         rest.forward.plus(forward),
-        rest.input_grad.plus(half),
+        rest.input_grad.plus(dgrad, again),
         rest.weight_grad.plus(wgrad),
-        rest.backward.plus(half, wgrad),
+        rest.backward.plus(whole, again, wgrad),
     )
+
+
+def _shared_gemms_s(local: LocalSizes, machine: Machine) -> float:
+    """Return the seconds of the shared experts' GEMMs in one pass; 0 where they hide no transfer."""
+    if not machine.profile.overlaps_shared_experts or SHARED_FC1 not in local.matmuls:
+        return 0.0
+    seconds = 0.0
+    for plan, m, n, k, *_ in (local.matmuls[path] for path in (SHARED_FC1, SHARED_FC2)):
+        whole_and_axes = (m, plan.m), (n, plan.n), (k, plan.k)
+        seconds += machine.device.gemm_s(*(size / local.mesh.size(axes) for size, axes in whole_and_axes))
+    return seconds
+
+
+def _hidden_s(local: LocalSizes, experts: Experts, machine: Machine, seconds: float, backward: bool) -> float:
+    """Return for how long tokens, or their gradients, are on their way during GEMMs of `seconds`."""
+    axes = local.mesh.nontrivial(local.mode.experts)
+    if not axes or not seconds:
+        return 0.0
+    sizes, ranks = dispatch_sizes(local, experts), local.mesh.size(axes)
+    rows = balanced_exchange(sizes, ranks, local.mesh.index(axes))
+    call = _of_busiest(tokens_traffic(local.mode.dispatcher, axes, sizes, ranks, rows, backward), local)
+    return min(seconds, machine.network.seconds(call, local.mesh))
 
 
 def _products(local: LocalSizes, experts: Experts, machine: Machine) -> TimeBreakdown:
@@ -163,8 +197,8 @@ def _accumulation(local: LocalSizes, experts: Experts, machine: Machine) -> Time
     return TimeBreakdown({MEMORY: seconds})
 
 
-def _between(local: LocalSizes, experts: Experts, machine: Machine, backward: bool) -> TimeBreakdown:
-    """Return the time of the kernels between the GEMMs, and of the relayout."""
+def _between(local: LocalSizes, experts: Experts, machine: Machine, shared_s: float, backward: bool) -> TimeBreakdown:
+    """Return the time of the kernels between the GEMMs, and of the collectives, of which `shared_s` hide tokens."""
     passes, rows, size = machine.profile.activation, local.expert_rows, machine.device.itemsize
     inner = rows * local.expert_ffn * (1.5 if local.is_gated else 1)
     accesses = inner * (passes.backward if backward else passes.forward)
@@ -175,5 +209,7 @@ def _between(local: LocalSizes, experts: Experts, machine: Machine, backward: bo
     sent = [sum(machine.network.seconds(call, local.mesh) for call in each) for each in calls]
     mode = local.mode
     axes = local.mesh.nontrivial({*mode.residual[1], *mode.copies, *mode.experts, *mode.etensor})
-    moved = exposed_time(axes, sent[0] if backward else sent[1] - sent[0])
-    return TimeBreakdown({MEMORY: seconds}).plus(moved)
+    hidden = _hidden_s(local, experts, machine, shared_s, backward)
+    moved = exposed_time(axes, (sent[0] if backward else sent[1] - sent[0]) - hidden)
+    slowed = TimeBreakdown({SLOWDOWN: hidden * machine.device.comm_tax} if hidden else {})
+    return TimeBreakdown({MEMORY: seconds}).plus(moved, slowed)
