@@ -18,6 +18,7 @@ from megatron3d.model.layer_kinds import has_experts
 from megatron3d.ops.router_spec import Experts
 
 Field = tuple[str, JsonValue]
+SHARED = "shared_expert_intermediate_size"
 _DENSE, _STEP = "mlp_only_layers", "decoder_sparse_step"
 
 
@@ -32,7 +33,8 @@ class ExpertFields:
         is_normalized: whether they can be.
         has_router_bias: whether the router's logits have a bias, a parameter.
         has_bias: whether experts are chosen by scores and a bias of each.
-        shared: number of shared experts; None: the type has none.
+        shared: number of shared experts of the size of the others; None: the type has none of these.
+        gated_shared: inner features of the shared experts, whose output has a gate; None: the type has none of these.
         groups, kept_groups: groups of experts, and how many a token chooses from.
         scale: factor of the weights.
         first_dense: number of layers before those with experts.
@@ -45,6 +47,7 @@ class ExpertFields:
     score: str = "softmax"
     normalizes: Field | None = None
     shared: Field | None = None
+    gated_shared: Field | None = None
     groups: Field | None = None
     kept_groups: Field | None = None
     scale: Field | None = None
@@ -59,7 +62,8 @@ class ExpertFields:
         """Names of the fields."""
         given = (self.num_experts, self.topk, self.ffn, self.normalizes, self.shared, self.groups, self.kept_groups)
         listed = (_DENSE, _STEP) if self.lists_dense else ()
-        return (*(field[0] for field in (*given, self.scale, self.first_dense) if field), *listed)
+        others = self.gated_shared, self.scale, self.first_dense
+        return (*(field[0] for field in (*given, *others) if field), *listed)
 
     @property
     def can_be_raw(self) -> bool:
@@ -76,7 +80,8 @@ class ExpertFields:
             "moe_router_bias": self.has_router_bias,
             "moe_router_enable_expert_bias": self.has_bias,
             "moe_router_pre_softmax": self.score == "softmax" and self.normalizes is not None,
-            "moe_shared_expert_intermediate_size": self.shared is not None,
+            "moe_shared_expert_intermediate_size": self.shared is not None or self.gated_shared is not None,
+            "moe_shared_expert_gate": self.gated_shared is not None,
             "moe_router_num_groups": self.groups is not None,
             "moe_router_group_topk": self.groups is not None,
             "moe_router_topk_scaling_factor": self.scale is not None,
@@ -111,6 +116,8 @@ class ExpertFields:
         elif self.normalizes is not None and not is_normalized:
             problems.append(f"{self.normalizes[0]}=false: weights of chosen experts are divided by their sum; use true")
         ours |= self._shared(value(self.shared), value(self.ffn))
+        if self.gated_shared is not None:
+            ours |= {"moe_shared_expert_intermediate_size": value(self.gated_shared), "moe_shared_expert_gate": True}
         ours |= self._groups(value(self.groups), value(self.kept_groups))
         kept, topk = ours.get("moe_router_group_topk"), ours["moe_router_topk"]
         if isinstance(kept, int) and isinstance(topk, int) and topk // max(kept, 1) != 2 and self.kept_groups:
@@ -164,6 +171,7 @@ class ExpertFields:
             self.ffn: experts.ffn_hidden_size,
             self.normalizes: self.score != "softmax" or not experts.pre_softmax,
             self.shared: experts.shared_ffn_hidden_size // experts.ffn_hidden_size,
+            self.gated_shared: experts.shared_ffn_hidden_size,
             self.groups: experts.num_groups or 1,
             self.kept_groups: experts.group_topk or 1,
             self.scale: experts.scaling_factor,
@@ -185,7 +193,7 @@ class ExpertFields:
         yield from self._router_obstacles(experts)
 
     def _router_obstacles(self, experts: Experts) -> Iterator[str]:
-        shared, ffn = experts.shared_ffn_hidden_size, experts.ffn_hidden_size
+        shared, ffn, gated = experts.shared_ffn_hidden_size, experts.ffn_hidden_size, self.gated_shared is not None
         wrong: Sequence[tuple[bool, str, Any, str]] = (
             (experts.score_function != self.score, "router_score_function", experts.score_function, self.score),
             (experts.pre_softmax and not self.can_be_raw, "router_pre_softmax", True, "false"),
@@ -202,11 +210,12 @@ class ExpertFields:
                 experts.has_expert_bias,
                 show(self.has_bias),
             ),
-            (experts.has_shared_gate, "shared_expert_gate", True, "false"),
+            (experts.has_shared_gate != gated, "shared_expert_gate", experts.has_shared_gate, show(gated)),
             (experts.num_groups is not None and self.groups is None, "router_num_groups", experts.num_groups, "none"),
             (experts.scaling_factor != 1 and not self.scale, "router_topk_scaling_factor", experts.scaling_factor, "1"),
-            (self.shared is None and shared > 0, "shared_expert_intermediate_size", shared, "none"),
-            (shared % ffn > 0, "shared_expert_intermediate_size", shared, f"multiples of moe_ffn_hidden_size={ffn}"),
+            (self.shared is None and shared > 0 and not gated, SHARED, shared, "none"),
+            (shared % ffn > 0 and not gated, SHARED, shared, f"multiples of moe_ffn_hidden_size={ffn}"),
+            (shared == 0 and gated, SHARED, shared, "some"),
             (self.score == "sigmoid" and experts.topk == 1, "router_topk", 1, "at least 2"),
             (_group_of_two(experts), "router_group_topk", experts.group_topk, "half of moe_router_topk"),
         )

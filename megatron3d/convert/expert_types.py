@@ -21,6 +21,14 @@ from megatron3d.convert.rotary_fields import (
 )
 
 _MIXTRAL = ExpertFields(("num_local_experts", 8), ("num_experts_per_tok", 2), ("intermediate_size", 14336))
+_QWEN2 = ExpertFields(
+    ("num_experts", 60),
+    ("num_experts_per_tok", 4),
+    ("moe_intermediate_size", 1408),
+    normalizes=("norm_topk_prob", False),
+    gated_shared=("shared_expert_intermediate_size", 5632),
+    lists_dense=True,
+)
 _QWEN3 = ExpertFields(
     ("num_experts", 128),
     ("num_experts_per_tok", 8),
@@ -107,6 +115,30 @@ EXPERT_TYPES: Mapping[str, ModelType] = {
         },
         windows=Windows(128, every(2)),
         derived=(_GPT_OSS.keys(), DerivedKeys((), (), _described_positions, lambda arch: {})),
+    ),
+    "qwen2_moe": ModelType(
+        class_name="Qwen2MoeForCausalLM",
+        family="llama",
+        fields=rotary_fields(
+            5632,
+            32768,
+            num_layers=FieldMapping(("num_hidden_layers",), 24),
+            hidden_size=FieldMapping(("hidden_size",), 2048),
+            num_attention_heads=FieldMapping(("num_attention_heads",), 16),
+            num_query_groups=FieldMapping(("num_key_value_heads",), 16),
+            vocab_size=FieldMapping(("vocab_size",), 151936),
+            add_qkv_bias=FieldMapping(("qkv_bias",), True, write=lambda arch: arch.has_qkv_bias),
+        ),
+        activation=GATED,
+        fixed={**ROPE_NORM, "add_bias_linear": False, "add_mlp_bias": False, "qk_layernorm": False},
+        obstacles=rotary_obstacles,
+        rules={
+            **COMMON,
+            "use_sliding_window": AllowedValues((False, None), "which layers have windows depends on the reader"),
+            "layer_types": AllowedValues(("full_attention", None), "which layers have windows depends on the reader"),
+        },
+        windows=Windows(None, has_switch=True),
+        derived=(_QWEN2.keys(),),
     ),
     "qwen3_moe": ModelType(
         class_name="Qwen3MoeForCausalLM",

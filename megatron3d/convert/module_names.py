@@ -81,6 +81,10 @@ _SHARED = {
     f"{LAYER}mlp.shared_experts.{theirs}": (f"layers.{{n}}.mlp.shared_experts.{ours}",)
     for theirs, ours in _PARTS.items()
 }
+_GATED_SHARED = {
+    f"{LAYER}mlp.shared_expert.{theirs}": (f"layers.{{n}}.mlp.shared_experts.{ours}",)
+    for theirs, ours in _PARTS.items()
+} | {f"{LAYER}mlp.shared_expert_gate": ("layers.{n}.mlp.shared_gate",)}
 _MIXTRAL = {
     f"{LAYER}block_sparse_moe.gate": ("layers.{n}.mlp.router",),
     f"{LAYER}block_sparse_moe.experts.{{e}}.w1": ("layers.{n}.mlp.experts.{e}.gate",),
@@ -156,6 +160,7 @@ MODULES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "glm4_moe": _modules(_HEAD_NORMS, _ROUTER, _CHOICE_BIAS, _SHARED, _EXPERTS),
     "mixtral": _modules(_MIXTRAL),
     "gpt_oss": _modules(_GPT_OSS),
+    "qwen2_moe": _modules(_ROUTER, _GATED_SHARED, _EXPERTS),
     "qwen3_moe": _modules(_HEAD_NORMS, _ROUTER, _EXPERTS),
     "olmoe": _modules(_HEAD_NORMS, _ROUTER, _EXPERTS),
     "gemma": _LLAMA,

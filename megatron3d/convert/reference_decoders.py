@@ -113,6 +113,10 @@ DECODERS: Mapping[str, Decoder] = {
             "num_experts_per_tok": 4,
         },
     ),
+    "qwen2_moe": Decoder(
+        {"num_key_value_heads": 16, "num_experts_per_tok": 4, "qkv_bias": True},
+        has_bias=("qkv_bias", False, False),
+    ),
     "qwen3_moe": Decoder(
         {"num_key_value_heads": 4, "use_sliding_window": False, "sliding_window": 4096}, head_norms="head"
     ),

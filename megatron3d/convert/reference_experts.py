@@ -39,10 +39,13 @@ def mixture(hf: HubConfig, weights: Weights, x_TH: Tensor, layer: str, activatio
         else:
             outputs = _clamped_expert(weights, f"{layer}.mlp.experts", expert, x_TH[token])
         y_TH.index_add_(0, token, outputs * shares[token, slot].unsqueeze(1))
-    shared = [first_of(weights, f"{layer}.mlp.shared_experts.{part}_proj.weight") for part in ("gate", "up", "down")]
-    if shared[0] is None or shared[1] is None or shared[2] is None:
-        return y_TH
-    return y_TH + F.linear(activation(F.linear(x_TH, shared[0])) * F.linear(x_TH, shared[1]), shared[2])
+    for name in ("shared_experts", "shared_expert"):
+        if first_of(weights, f"{layer}.mlp.{name}.gate_proj.weight") is not None:
+            gate, up, down = (weights(f"{layer}.mlp.{name}.{part}_proj.weight") for part in ("gate", "up", "down"))
+            shared_TH = F.linear(activation(F.linear(x_TH, gate)) * F.linear(x_TH, up), down)
+            share = first_of(weights, f"{layer}.mlp.shared_expert_gate.weight")
+            y_TH = y_TH + (shared_TH if share is None else F.linear(x_TH, share).sigmoid() * shared_TH)
+    return y_TH
 
 
 def _choice(hf: HubConfig, logits_TE: Tensor, bias_E: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -185,6 +185,17 @@ HUB_FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 3,
         "rope_parameters": {name: value for name, value in _DEEP.items() if name != "mscale_all_dim"},
     },
+    "qwen2_moe": {
+        **_ODD,
+        **_EXPERTS,
+        "hidden_size": 60,
+        "moe_intermediate_size": 10,
+        "shared_expert_intermediate_size": 15,
+        "mlp_only_layers": [1],
+        "decoder_sparse_step": 1,
+        "qkv_bias": True,
+        **_ROPE,
+    },
     "qwen3_moe": {
         **_ODD,
         **_EXPERTS,

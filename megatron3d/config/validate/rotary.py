@@ -104,6 +104,7 @@ def _order_problems(facts: Facts) -> Iterator[str]:
         if scaling
         else ()
     ):
-        if few is not None and many is not None and few >= many:
+        # YaRN's range of pairs is never empty: where both bounds are equal, as in Kimi K2, it is one pair or two.
+        if few is not None and many is not None and (few > many or (few == many and key != "rotary_beta_slow")):
             other = {"rotary_low_freq_factor": "rotary_high_freq_factor", "rotary_beta_slow": "rotary_beta_fast"}[key]
             yield f"{facts.named(f'model.{key}')}: {few:g} is not below {other} {many:g}; use {many / 4:g}"

@@ -67,6 +67,10 @@ GPT_OSS["rope_scaling"] = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.
 GPT_OSS["rope_scaling"] |= {"original_max_position_embeddings": 4096}
 V3: dict[str, Any] = {"model_type": "deepseek_v3", "max_position_embeddings": 163840, "rope_theta": 10000}
 V3 |= {"num_nextn_predict_layers": 1, "rope_scaling": {**V2_LITE["rope_scaling"], "mscale": 1.0, "mscale_all_dim": 1.0}}
+KIMI: dict[str, Any] = {"model_type": "deepseek_v3", "n_routed_experts": 384, "n_group": 1, "topk_group": 1}
+KIMI |= {"first_k_dense_replace": 1, "routed_scaling_factor": 2.827, "rope_theta": 50000, "num_nextn_predict_layers": 0}
+KIMI |= {"max_position_embeddings": 131072, "rope_scaling": {**V3["rope_scaling"], "factor": 32, "beta_fast": 1}}
+QWEN2_MOE = {"model_type": "qwen2_moe", **rope(1e6)}
 GLM = {"model_type": "glm4_moe", "head_dim": 128, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5}
 GLM |= {"rope_theta": 1000000, "partial_rotary_factor": 0.5, "attention_bias": True, "num_nextn_predict_layers": 1}
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -109,6 +113,11 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     | {"max_position_embeddings": 4096},
     "deepseek-v2-lite": shape(27, 2048, 10944, 16, 16, 102400) | {**V2_LITE, "first_k_dense_replace": 1},
     "deepseek-v3": shape(61, 7168, 18432, 128, 128, 129280) | V3,
+    "kimi-k2": shape(61, 7168, 18432, 64, 64, 163840) | KIMI,
+    "qwen1.5-moe-a2.7b": shape(24, 2048, 5632, 16, 16, 151936) | {**QWEN2_MOE, "max_position_embeddings": 8192},
+    "qwen2-57b-a14b": shape(28, 3584, 18944, 28, 4, 151936)
+    | {**QWEN2_MOE, "max_position_embeddings": 131072, "num_experts": 64, "num_experts_per_tok": 8}
+    | {"moe_intermediate_size": 2560, "shared_expert_intermediate_size": 20480},
     "glm-4.5": shape(92, 5120, 12288, 96, 8, 151552)
     | {**GLM, "n_routed_experts": 160, "moe_intermediate_size": 1536, "first_k_dense_replace": 3}
     | {"routed_scaling_factor": 2.5, "use_qk_norm": True},
@@ -146,6 +155,7 @@ def test_parameters_are_those_of_the_published_model(name: str) -> None:
 ACTIVE = {"mixtral-8x7b": 12.9, "mixtral-8x22b": 39, "qwen3-30b-a3b": 3.3, "qwen3-235b-a22b": 22, "olmoe-1b-7b": 1.3}
 ACTIVE |= {"deepseek-v2-lite": 2.4, "gpt-oss-20b": 3.6, "gpt-oss-120b": 5.1}
 ACTIVE |= {"deepseek-v3": 37, "glm-4.5": 32, "glm-4.5-air": 12}
+ACTIVE |= {"kimi-k2": 32.6, "qwen1.5-moe-a2.7b": 2.7, "qwen2-57b-a14b": 14.2}
 UNCOUNTED = {"deepseek": 1, "gpt-oss": 1, "glm": 2}
 
 

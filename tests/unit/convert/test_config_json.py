@@ -109,7 +109,7 @@ FOLLOWS = {
     "add_bias_linear": "add_mlp_bias",
     "hidden_size": "embedding_scale",
     "num_attention_heads": "num_query_groups",
-    "experts": "moe_router_",
+    "experts": "moe_",
     "num_layers": "moe_layer_freq",
 }
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
