@@ -284,6 +284,13 @@ MUTATIONS = [
         ("tests/unit/analysis/cost_model/test_expert_layer.py",),
     ),
     Mutation(
+        "ranks that share experts choose tokens by their own logits",
+        "pipeline/executor.py",
+        "for axes in (mode.experts, mode.etensor):",
+        "for axes in (mode.etensor,):",
+        ("tests/unit/inference/test_expert_ranks.py",),
+    ),
+    Mutation(
         "outputs of experts are not summed",
         "ops/moved_rows.py",
         "return moved(x, gathering(axes, comm).reversed()) if axes else x",

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from megatron3d.checkpoint.store import resolve
 from megatron3d.config.read import read_config
@@ -23,12 +22,7 @@ from megatron3d.train.state import build_state, connect
 
 __all__ = ["read_run", "resolve", "restore"]
 
-# Layout in which every rank holds all experts of its layers.
-ALL_EXPERTS: Mapping[str, Any] = {
-    "expert_model_parallel_size": 1,
-    "expert_tensor_parallel_size": 1,
-    "moe_token_dispatcher_type": None,
-}
+DISPATCHER = "moe_token_dispatcher_type"
 
 
 def read_run(
@@ -40,16 +34,14 @@ def read_run(
     """Return the configuration for inference of a run: under a launcher with the run's layout, else for one process.
 
     A microbatch has `micro_batch_size` sequences (None: as few as the tensor axes allow), and a step has the smallest
-    number of microbatches that the schedule allows.  Every rank holds all experts of its layers, since data-parallel
-    ranks need not run equally often.  Raises UserError with every problem.
+    number of microbatches that the schedule allows.  Raises UserError with every problem.
     """
-    for text in overrides:
-        if (name := text.partition("=")[0].removeprefix("parallel.")) in ALL_EXPERTS and text.startswith("parallel."):
-            raise UserError(f"parallel.{name}: generation and evaluation hold all experts on each rank; leave it out")
     config = read_config(folder.parent / "config.yaml", overrides).config
     if world_size == 1 and not any(text.startswith("parallel.") for text in overrides):
         config = config.model_copy(update={"parallel": ParallelConfig()})
-    config = config.model_copy(update={"parallel": config.parallel.model_copy(update=ALL_EXPERTS)})
+    asks = any(text.startswith(f"parallel.{DISPATCHER}=") for text in overrides)
+    if config.parallel.expert_model_parallel_size == 1 and not asks:  # the run's dispatcher has nothing to do
+        config = config.model_copy(update={"parallel": config.parallel.model_copy(update={DISPATCHER: None})})
     spec = RunSpec(config, world_size)
     rows = micro_batch_size or spec.tensor_size
     step = rows * max(spec.sizes.data, 1)

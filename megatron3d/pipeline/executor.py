@@ -59,8 +59,11 @@ class PipelineExecutor:
     @torch.no_grad()
     def logits(self, tokens_BS: Tensor, position: int) -> Tensor:
         """Return the logits [B, V] of the token after `position` in each sequence, on every pipeline rank."""
-        at = self.model.begin_sampling(tokens_BS)
-        return self._broadcast_logits(self._forward([at]), at, position)
+        at, model = self.model.begin_sampling(tokens_BS), self.model
+        results = self._forward([at])
+        return self._shared(
+            results[0][:, position] if results else model.zeros(at.num_sequences, model.arch.vocab_size)
+        )
 
     @torch.no_grad()
     def extend(self, at: Pass) -> None:
@@ -72,7 +75,7 @@ class PipelineExecutor:
         """Return the logits [B, count, V] after the first tokens of each sequence of an extending pass (decode)."""
         results, model = self._forward([at]), self.model
         wanted_BSV = results[0][:, :count] if results else model.zeros(at.num_sequences, count, model.arch.vocab_size)
-        return model.comm.all_reduce(wanted_BSV.contiguous(), ("pipeline",)).wait()
+        return self._shared(wanted_BSV)
 
     @torch.no_grad()
     def draft(
@@ -99,7 +102,7 @@ class PipelineExecutor:
         wanted_BV = model.zeros(len(lasts), model.arch.vocab_size)
         if logits_BSV is not None:
             wanted_BV = logits_BSV[range(len(lasts)), list(lasts)].contiguous()
-        return x_MH, model.comm.all_reduce(wanted_BV, ("pipeline",)).wait()
+        return x_MH, self._shared(wanted_BV)
 
     @torch.no_grad()
     def score(self, at: Pass, labels_BS: Tensor) -> Tensor:
@@ -111,13 +114,20 @@ class PipelineExecutor:
             log_probs = logits_BSV.log_softmax(-1).gather(-1, labels_BS.unsqueeze(-1)).squeeze(-1)
             is_likeliest = (logits_BSV.argmax(-1) == labels_BS).to(log_probs.dtype)
             scores_BSK = torch.stack((log_probs, is_likeliest), dim=-1)
-        return self.model.comm.all_reduce(scores_BSK, ("pipeline",)).wait()
+        return self._shared(scores_BSK)
 
-    def _broadcast_logits(self, results: Mapping[int, Tensor], at: Pass, position: int) -> Tensor:
-        """Return the logits of a position on every pipeline rank."""
-        model = self.model
-        last_BV = results[0][:, position] if results else model.zeros(at.num_sequences, model.arch.vocab_size)
-        return model.comm.all_reduce(last_BV, ("pipeline",)).wait()
+    def _shared(self, x: Tensor) -> Tensor:
+        """Return the last stage's `x`, which is 0 on ranks of others, on all ranks that must go on alike.
+
+        Ranks that share experts must run equally often.  Their rows have other places in the experts' GEMMs, so that
+        they may differ in rounding, and with it in the token that they choose: all take what the first one has.
+        """
+        comm, mode = self.model.comm, self.model.mode
+        x = comm.all_reduce(x.contiguous(), ("pipeline",)).wait()
+        for axes in (mode.experts, mode.etensor):
+            if axes:
+                x = comm.all_reduce(torch.zeros_like(x) if comm.mesh.index(axes) else x, axes).wait()
+        return x
 
     def _forward(self, passes: Sequence[Pass]) -> Mapping[int, Tensor]:
         if len(passes) not in self._forward_lists:
