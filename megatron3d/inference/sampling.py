@@ -90,7 +90,7 @@ class PaddedTokens:
 def pad_tokens(new: Sequence[list[int]], starts: Sequence[int], model: GPT) -> PaddedTokens:
     """Pad the rows to a microbatch that the model's layout can split; added rows repeat the first one."""
     mesh, mode = model.comm.mesh, model.mode
-    layouts = (mode.inner[0], mode.residual[0], mode.batch_axes)
+    layouts = (mode.inner[0], mode.home if model.arch.experts else mode.residual[0], mode.batch_axes)
     unit = math.lcm(*(mesh.size(axis for axis in axes if axis not in mode.context) for axes in layouts))
     chunks = 2 * mesh.size(mode.context) if mode.context else 1  # of a sequence
     more, width = -len(new) % unit, -(-max(map(len, new)) // chunks) * chunks

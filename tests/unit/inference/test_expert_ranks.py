@@ -34,6 +34,9 @@ LAYOUTS: list[dict[str, Any]] = [
     {SIZE: 8, BY: "alltoall"},
     {SIZE: 2, SPLIT: 2, BY: "allgather", "pipeline_model_parallel_size": 2},
     {SIZE: 4, BY: "alltoall", TENSOR: 2, "context_parallel_size": 2, "zero_stage": 3},
+    {SIZE: 4, TENSOR: 2, "sequence_parallel": False},  # both tensor ranks have all tokens
+    {SIZE: 8, "tensor_parallel_mode": "2d", "tensor_parallel_shape": (2, 4)},
+    {"tensor_parallel_mode": "3d", "tensor_parallel_shape": (2, 2, 2)},
 ]
 PAIRS = [([3, 1, 4], [1, 5]), ([9, 2, 6, 5], [3])]
 
