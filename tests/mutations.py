@@ -124,6 +124,13 @@ MUTATIONS = [
         ("tests/unit/analysis/planner/test_search.py",),
     ),
     Mutation(
+        "layouts are refused for memory that counts their transfers twice",
+        "analysis/memory_model/rank.py",
+        "_with_peak(step, most_kept(step), 0)",
+        "_with_peak(step, sum(peak_activations(step)), peak_activations(step)[1])",
+        ("tests/unit/analysis/memory_model/test_pipeline_ranks.py",),
+    ),
+    Mutation(
         "bounds of layouts that count a forward twice",
         "analysis/planner/layout_bound.py",
         "is_full * times.forward.total",

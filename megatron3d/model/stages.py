@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from heapq import heapify, heapreplace
 from itertools import accumulate
 
@@ -62,17 +63,25 @@ def make_stages(counts: Sequence[int]) -> tuple[Stage, ...]:
 def divide(arch: Architecture, num_stages: int, owners: Sequence[int] | None = None) -> tuple[int, ...]:
     """Return the number of layers of each stage, at least one; `owners[stage]` is the pipeline rank of a stage.
 
+    The cost of a layer, of the head and of multi-token prediction is its FLOPs (see `_divide`).
+    """
+    return _divide(arch, num_stages, tuple(range(num_stages) if owners is None else owners))
+
+
+@lru_cache(maxsize=64)
+def _divide(arch: Architecture, num_stages: int, owners: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the division of `divide`.
+
     The cost of a layer, of the head and of multi-token prediction is its FLOPs; the embedding costs nothing.  Each
     layer goes to the rank with the lowest cost, and there to its cheapest stage, which minimizes the cost of the
     busiest rank.  Of stages with equal cost the last one gets the layer, since earlier stages have more microbatches in
     flight.  Where layers differ, as with windows in some of them, each counts its own FLOPs (`stage_balance.py`).
     """
-    owners = range(num_stages) if owners is None else owners
     assert arch.num_layers >= num_stages, f"{arch.num_layers} layers are too few for {num_stages} stages"
     layer, head = layer_flops_per_token(arch), head_flops_per_token(arch) + mtp_flops_per_token(arch)
     work = tuple(flops_of_layer(arch, index) for index in range(arch.num_layers))
     if len(set(work)) > 1:
-        return balanced_counts(work, head, tuple(owners))
+        return balanced_counts(work, head, owners)
     counts = [1] * num_stages
 
     def cost(stage: int) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
+from functools import lru_cache
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -76,6 +77,7 @@ def rank_in_v(stage: int, num_ranks: int) -> int:
     return num_ranks - 1 - position if chunk % 2 else position
 
 
+@lru_cache(maxsize=64)
 def stage_to_rank(schedule: Schedule) -> Mapping[int, int]:
     """Return the rank of every stage, in order of stages."""
     held = [set(map(itemgetter(1), actions)) for actions in schedule]

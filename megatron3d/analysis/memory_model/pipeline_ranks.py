@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from megatron3d.analysis.cost_model.fitted_terms import NEUTRAL, FittedTerms
-from megatron3d.analysis.memory_model.rank import RankMemory
+from megatron3d.analysis.memory_model.rank import RankMemory, least_bytes
 from megatron3d.analysis.memory_model.reserved import reserved_memory
 from megatron3d.analysis.memory_model.step_spec import StepSpec
 
@@ -25,6 +25,8 @@ def fitting_rank_memory(step: StepSpec, most: float, terms: FittedTerms = NEUTRA
     """Return the memory of the pipeline rank that needs most, or None as soon as one is found that needs more bytes
     than `most`: the others are not looked at."""
     found: list[RankMemory] = []
+    if terms == NEUTRAL and least_bytes(step.on_pipeline_rank(0)) > most:
+        return None
     for coord in candidates(step):
         found.append(reserved_memory(step.on_pipeline_rank(coord), terms))
         if found[-1].total > most:

@@ -15,18 +15,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
+from megatron3d.analysis.memory_model.activation_peaks import most_kept, peak_activations
 from megatron3d.analysis.memory_model.activations import (
-    deferred_wgrad_activations,
-    document_activations,
-    embedding_activations,
-    head_activations,
     layer_activations,
-    linear_operands,
     rotary_tables,
-    run_activations,
     total_bytes,
 )
-from megatron3d.analysis.memory_model.ahead_memory import ahead_activations, num_ahead
+from megatron3d.analysis.memory_model.ahead_memory import num_ahead
 from megatron3d.analysis.memory_model.kernel_memory import KERNELS, KernelMemory
 from megatron3d.analysis.memory_model.libraries import symmetric_bytes
 from megatron3d.analysis.memory_model.step_end import step_end_peaks
@@ -34,11 +29,8 @@ from megatron3d.analysis.memory_model.step_spec import StepSpec, make_step_spec
 from megatron3d.analysis.memory_model.transient_peaks import embedding_peak, head_peaks, layer_peaks
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.model.params import stage_specs
-from megatron3d.model.stages import Stage
 from megatron3d.parallel.layout import ParamSpec
 from megatron3d.parallel.mesh import Axes
-from megatron3d.pipeline.actions import COMPUTATIONS, RECEIVES, SENDS, Action, ActionKind, stage_to_rank
-from megatron3d.pipeline.actions import activations_in_flight as in_flight_after
 
 # Of a microbatch: a token's index, in the batch and among its labels; again for each module that predicts ahead.
 _TOKEN_BYTES = 2 * 8
@@ -77,12 +69,21 @@ def predict_memory(spec: RunSpec, kernels: KernelMemory = KERNELS["cpu"]) -> Ran
 
 def rank_memory(step: StepSpec) -> RankMemory:
     """Return the memory of the rank that the step's mesh is seen from."""
+    return _with_peak(step, *peak_activations(step))
+
+
+def least_bytes(step: StepSpec) -> int:
+    """Return a lower bound of the total of `rank_memory`: that without residual shards, which takes no lowering."""
+    return _with_peak(step, most_kept(step), 0).total
+
+
+def _with_peak(step: StepSpec, activations: int, shards: int) -> RankMemory:
+    """Return the memory of a rank with these bytes of activations and of residual shards at their peak."""
     local = step.local
     is_narrow = local.itemsize < local.wide
     pieces = flat_buffer_sizes(step)
     mine, whole = sum(piece.shard for piece in pieces), sum(piece.shard * piece.num_shards for piece in pieces)
     held = [(piece.size, piece.shard) for piece in pieces]
-    activations, shards = peak_activations(step)
     between_steps = (0 if is_narrow else mine) if step.shards(3) else whole
     return RankMemory(
         weights=between_steps * local.itemsize,
@@ -150,58 +151,6 @@ def _params(step: StepSpec) -> Iterator[tuple[str, int, ParamSpec]]:
             yield ".".join(path.split(".")[: 2 if path.startswith(("layers.", "mtp.")) else 1]), stage, spec
 
 
-def stage_activations(step: StepSpec, stage: Stage) -> int:
-    """Return the bytes that one microbatch keeps in a stage from forward to backward."""
-    local, runs = step.local, step.local.recompute.runs(stage.layers)
-    embedding = embedding_activations(local) if stage.has_embedding else ()
-    head = (*head_activations(local), *ahead_activations(local)) if stage.has_head else ()
-    first = next((run for run in runs if run.layers), None)
-    reader = head if first is None else () if first.is_offloaded else layer_activations(local)
-    holds_input = (first and first.is_recomputed and not first.is_offloaded) or (reader and reader[0].what == "input")
-    own_input = 0 if stage.has_embedding or holds_input else local.residual
-    own_input += total_bytes(document_activations(local)) if stage.layers else 0
-    return own_input + total_bytes(embedding) + sum(run_activations(local, run) for run in runs) + total_bytes(head)
-
-
-def in_flight(step: StepSpec) -> dict[int, float]:
-    """Return the microbatches in flight in each stage of this rank when its activations peak.
-
-    Between dgrad and wgrad, a split backward keeps the operands of wgrad, which count as a fraction of a microbatch.
-    """
-    kept = {stage.index: _kept_bytes(step, stage) for stage in step.stages}
-    held = _held_over_time(step, kept)
-    until = step.actions[: 1 + held.index(max(held))]
-    found = {}
-    for index, (size, late) in kept.items():
-        *_, found[index] = 0.0, *in_flight_after((a for a in until if a.stage == index), late / max(size, 1))
-    return found
-
-
-def _kept_bytes(step: StepSpec, stage: Stage) -> tuple[int, int]:
-    """Return the bytes that a microbatch keeps in a stage from forward to dgrad, and from there to a deferred wgrad."""
-    local, ahead = step.local, num_ahead(step.local, stage)
-    layers = [*stage.layers, *ahead * [local.arch.num_layers - 1]]
-    late = sum(count * deferred_wgrad_activations(each) for each, count in local.by_kind(layers))
-    return stage_activations(step, stage), late + ahead * linear_operands(local.mtp_matmuls, local)
-
-
-def _held_over_time(step: StepSpec, kept: Mapping[int, tuple[int, int]]) -> list[int]:
-    """Return the bytes of activations after each action of this rank."""
-    held, total = [], 0
-    for kind, stage, _ in step.actions:
-        size, late = kept[stage] if kind in COMPUTATIONS else (0, 0)
-        total += {ActionKind.F: size, ActionKind.B: -size, ActionKind.I: late - size, ActionKind.W: -late}.get(kind, 0)
-        held.append(total)
-    return held
-
-
-def peak_activations(step: StepSpec) -> tuple[int, int]:
-    """Return the bytes of activations, and of residual shards in transfer, when their sum peaks."""
-    held = _held_over_time(step, {stage.index: _kept_bytes(step, stage) for stage in step.stages})
-    size = step.local.residual
-    return max(zip(held, (count * size for count in residual_shards(step)), strict=True), key=sum)
-
-
 def buffers(step: StepSpec) -> dict[str, int]:
     """Return the bytes of lasting buffers: tokens, rotary tables, kept weights, two gathered FSDP units, a workspace.
 
@@ -249,32 +198,6 @@ def gathered_weights(step: StepSpec) -> int:
 
 def _largest(count: int, sizes: Iterable[int]) -> int:
     return sum(sorted(sizes, reverse=True)[:count])
-
-
-def residual_shards(step: StepSpec) -> list[int]:
-    """Return the number of residual shards after each action: received, passed to the next stage, or in send."""
-    where, most = stage_to_rank(step.pipeline.schedule), step.local.kernels.num_leaving
-    lying, sent = 0, 0
-    counts = []
-    for action in step.actions:
-        lying += _arrivals(action, where) - _consumed(action, len(where))
-        sent = min(sent + (action.kind in SENDS), most)
-        counts.append(lying + sent)
-    return counts
-
-
-def _arrivals(action: Action, where: Mapping[int, int]) -> int:
-    """Return how many residual shards an action adds on this rank."""
-    if action.kind in RECEIVES:
-        return 1
-    step = {ActionKind.F: 1, ActionKind.B: -1, ActionKind.I: -1}.get(action.kind)
-    return int(step is not None and where.get(action.stage + step) == where[action.stage])
-
-
-def _consumed(action: Action, num_stages: int) -> int:
-    """Return how many residual shards an action consumes."""
-    ends = {ActionKind.F: 0, ActionKind.B: num_stages - 1, ActionKind.I: num_stages - 1}
-    return int(action.kind in ends and action.stage != ends[action.kind])
 
 
 def transient_peaks(step: StepSpec) -> dict[str, int]:

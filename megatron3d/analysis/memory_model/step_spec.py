@@ -12,7 +12,7 @@ from megatron3d.config.schema import ITEMSIZES
 from megatron3d.model.stages import Stage
 from megatron3d.parallel.loss_chunks import LossChunk
 from megatron3d.parallel.mesh import Axes
-from megatron3d.pipeline.actions import Action, Schedule
+from megatron3d.pipeline.actions import Action
 from megatron3d.pipeline.lower import lower
 from megatron3d.pipeline.spec import Pipeline
 
@@ -23,7 +23,6 @@ class StepSpec:
 
     Attributes:
         schedule: name of the pipeline schedule.
-        lowered: actions of each pipeline rank, communication included.
         moment_itemsizes: bytes of an element of AdamW's first and second moment.
         reduce_itemsize: bytes of a gradient element in the data-parallel reduction.
         zero_stage: what the data axis shards: 0 nothing, 1 optimizer state and master weights, 2 also gradients, 3 also
@@ -34,7 +33,6 @@ class StepSpec:
     local: LocalSizes
     pipeline: Pipeline
     schedule: str
-    lowered: Schedule
     moment_itemsizes: tuple[int, int]
     loss_chunk: LossChunk
     bucket_bytes: float
@@ -79,8 +77,8 @@ class StepSpec:
 
     @property
     def actions(self) -> tuple[Action, ...]:
-        """Actions that this rank executes."""
-        return self.lowered[self.coord]
+        """Actions that this rank executes, communication included."""
+        return lower(self.pipeline.schedule)[self.coord]
 
     @property
     def zero_ranks(self) -> int:
@@ -140,7 +138,6 @@ def make_step_spec(spec: RunSpec, kernels: KernelMemory = KERNELS["cpu"]) -> Ste
         local,
         spec.pipeline,
         config.parallel.pipeline_schedule,
-        lower(spec.schedule),
         (first, second),
         spec.loss_chunk(kernels.on_gpu),
         bucket_bytes=spec.bucket_bytes(kernels.on_gpu),

@@ -20,7 +20,6 @@ from megatron3d.model.recompute_spec import CORE_ATTN, MLP_ACT, NO_RECOMPUTE, Re
 from megatron3d.model.stages import divide, make_stages
 from megatron3d.parallel.modes import MODES, build_mode
 from megatron3d.pipeline.actions import ActionKind, stage_to_rank
-from megatron3d.pipeline.lower import lower
 from megatron3d.pipeline.schedules import FROM_FILE, SCHEDULES, build_schedule
 from megatron3d.pipeline.simulate import num_virtual_stages, simulate_durations
 from megatron3d.pipeline.spec import Pipeline, layer_flops, stage_flops
@@ -148,7 +147,7 @@ def with_schedule(step: StepSpec, name: str, num_microbatches: int) -> StepSpec:
     if name != step.schedule:
         counts = divide(step.local.arch, len(where), where)
     pipeline = Pipeline(make_stages(counts), where, schedule)
-    return replace(step, pipeline=pipeline, schedule=name, lowered=lower(schedule))
+    return replace(step, pipeline=pipeline, schedule=name)
 
 
 def makespan(pipeline: Pipeline, arch: Architecture) -> float:

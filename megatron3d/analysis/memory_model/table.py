@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from megatron3d.analysis.memory_model.activation_peaks import in_flight, stage_activations
 from megatron3d.analysis.memory_model.expert_memory import worst_load
-from megatron3d.analysis.memory_model.rank import RankMemory, in_flight, rank_memory, stage_activations
+from megatron3d.analysis.memory_model.rank import RankMemory, rank_memory
 from megatron3d.analysis.memory_model.step_spec import StepSpec
 from megatron3d.model.params import stage_specs
 from megatron3d.model.stages import Stage

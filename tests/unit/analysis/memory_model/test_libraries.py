@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from megatron3d.analysis.cost_model.hardware import FOLDER, file_names, load_accelerator
+from megatron3d.analysis.memory_model.activation_peaks import residual_shards
 from megatron3d.analysis.memory_model.kernel_memory import KERNELS
 from megatron3d.analysis.memory_model.libraries import library_bytes, num_communicators, symmetric_bytes
-from megatron3d.analysis.memory_model.rank import buffers, residual_shards, transient_peaks
+from megatron3d.analysis.memory_model.rank import buffers, transient_peaks
 from megatron3d.analysis.memory_model.step_spec import make_step_spec
 from megatron3d.analysis.memory_model.transient_peaks import sdpa_workspace
 from megatron3d.config.run_spec import RunSpec

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from megatron3d.analysis.memory_model.activation_peaks import residual_shards
 from megatron3d.analysis.memory_model.kernel_memory import KERNELS
 from megatron3d.analysis.memory_model.pipeline_ranks import candidates, fitting_rank_memory, largest_rank_memory
-from megatron3d.analysis.memory_model.rank import rank_memory
+from megatron3d.analysis.memory_model.rank import least_bytes, rank_memory
 from megatron3d.analysis.memory_model.step_spec import make_step_spec
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
@@ -25,3 +26,19 @@ def test_uneven_pipelines(schedule: str) -> None:
     assert len(candidates(step)) < 12
     assert fitting_rank_memory(step, max(totals)) == largest_rank_memory(step)
     assert fitting_rank_memory(step, max(totals) - 1) is None
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h2", "zb-v"])
+@pytest.mark.parametrize(("zero_stage", "precision"), [(0, "fp32"), (3, "bf16")])
+def test_the_lower_bound_leaves_out_residual_shards_alone(schedule: str, zero_stage: int, precision: str) -> None:
+    """It is at most the memory that is predicted, and misses at most the residual shards of a rank."""
+    model = {"num_layers": 8, "hidden_size": 256, "num_attention_heads": 4, "seq_length": 256, "vocab_size": 256}
+    parallel = {"pipeline_model_parallel_size": 4, "pipeline_schedule": schedule, "zero_stage": zero_stage}
+    train = {"global_batch_size": 16, "precision": precision}
+    step = make_step_spec(
+        RunSpec(Config.model_validate({"model": model, "parallel": parallel, "train": train}), 8), KERNELS["gpu"]
+    )
+    for coord in range(4):
+        here = step.on_pipeline_rank(coord)
+        whole, most_shards = rank_memory(here).total, max(residual_shards(here))
+        assert whole - most_shards * here.local.residual <= least_bytes(here) <= whole

@@ -13,16 +13,14 @@ import torch
 from live import Live
 from torch import Tensor
 
+from megatron3d.analysis.memory_model.activation_peaks import in_flight, peak_activations, stage_activations
 from megatron3d.analysis.memory_model.activations import recomputed_activations
 from megatron3d.analysis.memory_model.kernel_memory import KERNELS
 from megatron3d.analysis.memory_model.rank import (
     flat_buffer_sizes,
-    in_flight,
-    peak_activations,
     predict_memory,
     rank_memory,
     snapshot_bytes,
-    stage_activations,
 )
 from megatron3d.analysis.memory_model.step_spec import StepSpec, make_step_spec
 from megatron3d.analysis.memory_model.transient_peaks import HASH_CHUNK
