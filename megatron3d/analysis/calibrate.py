@@ -234,7 +234,7 @@ kernels:
 def cluster_sheet(n: Measured, where: str) -> str:
     """Return the YAML of the cluster of one machine."""
     return f"""name: local
-accelerator: local
+accelerator: ../local.yaml
 levels:
   # An all-reduce of 64 bytes between two ranks over gloo, and the extra time of 2 MiB, {where}.
   - {{name: node, ranks: 4096, gb_s: {n["gb_s"]:.4f}, latency_us: {n["latency_us"]:.2f}}}

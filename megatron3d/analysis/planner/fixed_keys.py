@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron3d.analysis.planner.options import LayoutChoice, LayoutFields
+from megatron3d.config.read import read_values
 from megatron3d.config.suggest import nearest, one_of
 from megatron3d.config.yaml_origins import parse_value
 from megatron3d.errors import UserError
@@ -46,7 +47,10 @@ NOTHING = FixedKeys()
 
 
 def read_fixed(texts: Sequence[str]) -> FixedKeys:
-    """Return the values of texts such as `tensor_model_parallel_size=4`.  Raises UserError with every problem."""
+    """Return the values of texts such as `tensor_model_parallel_size=4`.
+
+    Raises UserError with every problem: a key that is not the planner's or is given twice, a value that it cannot have.
+    """
     names = {name: key for key in VALUES for name in (key, key.partition(".")[2])}
     values, problems = dict[str, object](), list[str]()
     for text in texts:
@@ -55,9 +59,13 @@ def read_fixed(texts: Sequence[str]) -> FixedKeys:
             use = nearest(name, names) or one_of(key.partition(".")[2] for key in VALUES)
             problems.append(f"--fix {shorten(text)}: not a key that the planner chooses; use {use}=VALUE")
             continue
+        if names[name] in values:
+            problems.append(f"--fix {shorten(text)}: given twice; give each key once")
+            continue
         try:
             values[names[name]] = parse_value(value)
         except (ValueError, RecursionError) as error:
             problems.append(f"--fix {shorten(text)}: the value is not YAML ({error})")
     UserError.collect(problems)
+    read_values(values, "--fix")
     return FixedKeys(tuple(values.items()))

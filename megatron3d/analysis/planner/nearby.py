@@ -38,7 +38,8 @@ def nearby_problems(problem: PlanningProblem) -> Iterator[PlanningProblem]:
     node = problem.machine.network.cluster.node_ranks
     step = node if problem.num_ranks > node else 1
     for num_ranks in _round_numbers(problem.num_ranks, step):
-        yield replace(problem, num_ranks=num_ranks)
+        if num_ranks <= node or num_ranks % node == 0:
+            yield replace(problem, num_ranks=num_ranks)
     train = problem.config.train
     for size in _round_numbers(train.global_batch_size, 1):
         changed = train.model_copy(update={"global_batch_size": size})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from megatron3d.analysis.cost_model.breakdown import is_exposed
+from megatron3d.analysis.cost_model.hardware import Cluster
 from megatron3d.analysis.memory_model.table import align_columns
 from megatron3d.analysis.planner.problem import PlanningProblem, PredictedLayout
 from megatron3d.analysis.planner.search import SearchResult
@@ -61,10 +62,12 @@ def largest_part(plan: PredictedLayout) -> str:
 def explain_plan(plan: PredictedLayout, problem: PlanningProblem, num_tokens: float) -> list[str]:
     """Return the time and the memory of one layout by kind."""
     step = plan.step
+    cluster = problem.machine.network.cluster
     batch = problem.config.train.global_batch_size
     tokens_per_s = problem.tokens_per_s(plan)
     lines = [
-        f"{plan.layout}, on {problem.num_ranks} ranks of {problem.machine.network.cluster.name}",
+        f"{plan.layout}, on {problem.num_ranks} ranks of {cluster.name}",
+        *beyond(cluster, problem.num_ranks),
         f"step of {batch} sequences: {step.step_s:.3f} s, {tokens_per_s:,.0f} tokens/s, "
         f"MFU {100 * problem.mfu(plan):.1f} %",
         f"{num_tokens:,.0f} tokens: {num_tokens / tokens_per_s / DAY_S:,.1f} days",
@@ -74,6 +77,16 @@ def explain_plan(plan: PredictedLayout, problem: PlanningProblem, num_tokens: fl
         if seconds > 0:
             lines.append(f"  {seconds:10.4f} s  {100 * seconds / step.step_s:5.1f} %  {part_label(kind)}")
     return [*lines, *memory_lines(plan, problem)]
+
+
+def beyond(cluster: Cluster, num_ranks: int) -> Iterator[str]:
+    """Yield what is assumed where a cluster has fewer ranks than a plan."""
+    outermost = cluster.levels[-1]
+    if num_ranks > outermost.ranks:
+        yield (
+            f"{cluster.name} has {outermost.ranks:,} ranks: predicted as if its level {outermost.name} "
+            f"({outermost.gb_s:g} GB/s) went on to {num_ranks:,}"
+        )
 
 
 def memory_lines(plan: PredictedLayout, problem: PlanningProblem) -> Iterator[str]:

@@ -12,16 +12,19 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron3d.analysis.planner.bounds import in_order, layout_groups, reason_of
+from megatron3d.analysis.planner.fixed_keys import NOTHING, VALUES
 from megatron3d.analysis.planner.options import (
     LayoutChoice,
     TensorChoice,
 )
 from megatron3d.analysis.planner.problem import PlanningProblem, PredictedLayout
+from megatron3d.config.suggest import one_of
 from megatron3d.config.validate.facts import Facts
 from megatron3d.config.validate.rules import check, value_problems
+from megatron3d.config.yaml_origins import show
 from megatron3d.errors import UserError
 from megatron3d.parallel.modes import MODES
 
@@ -42,6 +45,7 @@ def search(problem: PlanningProblem, count: int = 10, modes: Sequence[str] = tup
     """Return the `count` fastest layouts of these modes that fit.
 
     Raises UserError where there is none, with the commonest reasons, or for values that every layout is refused for.
+    For fixed values that no layout has together, it names the values that each may have next to the others.
     """
     simplest = LayoutChoice(TensorChoice("1d", "replicated", (1,))).apply_to(problem.config)
     UserError.collect(list(value_problems(Facts(simplest, problem.num_ranks, problem.vocab_size))))
@@ -49,6 +53,8 @@ def search(problem: PlanningProblem, count: int = 10, modes: Sequence[str] = tup
     wanted = dict(problem.fixed.values).get("parallel.tensor_parallel_mode")
     modes = [mode for mode in modes if wanted in (None, mode)]
     groups = list(layout_groups(problem, rejected, modes))
+    if problem.fixed.values and not groups:
+        _refuse_fixed(problem, modes)
     plans: list[PredictedLayout] = []
     tried = 0
     for bound in in_order(groups):
@@ -79,3 +85,27 @@ def search(problem: PlanningProblem, count: int = 10, modes: Sequence[str] = tup
             f"train.global_batch_size or a smaller model ({reasons})"
         )
     return SearchResult(plans, sum(len(group.shapes) for group in groups) + rejected.total(), rejected)
+
+
+def _refuse_fixed(problem: PlanningProblem, modes: Sequence[str]) -> None:
+    """Raise UserError if fixed values rule out every layout; without them, too, there may be none."""
+    fixed = dict(problem.fixed.values)
+    free = list(layout_groups(replace(problem, fixed=NOTHING), Counter(), modes))
+    possible: dict[str, set[object]] = {key: set() for key in fixed}
+    for group in free:
+        for shape in group.shapes:
+            layout = LayoutChoice(group.tensor, *shape, *group.others)
+            wrong = [key for key, value in fixed.items() if VALUES[key](layout) != value]
+            if len(wrong) == 1:
+                possible[wrong[0]].add(VALUES[wrong[0]](layout))
+    rest = " next to the other fixed values" * (len(fixed) > 1)
+    told = [_told(key, fixed[key], values, rest) for key, values in possible.items() if values]
+    if free:
+        UserError.collect(told or ["--fix: every layout that may fit has other values of two keys or more; fix fewer"])
+
+
+def _told(key: str, value: object, possible: set[object], rest: str) -> str:
+    numbers = sorted(each for each in possible if isinstance(each, int))
+    words = sorted(show(each) for each in possible if not isinstance(each, int))
+    use = one_of([*map(str, numbers), *words])
+    return f"--fix {key.partition('.')[2]}={show(value)}: no layout that may fit has it{rest}; use {use}"

@@ -25,6 +25,7 @@ def test_local_files_are_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     sheet, cluster = calibrate.calibrate(tmp_path, budget_s=0.06)
     accelerator, local = load_accelerator("local", tmp_path), load_cluster("local", tmp_path / "clusters")
     assert sheet.name == cluster.name == "local.yaml"
+    assert load_accelerator(load_cluster(str(cluster)).accelerator) == accelerator  # by its path, from any folder
     level = local.levels[0]
     assert level.gb_s == pytest.approx(2**21 / 4e-3 / 1e9, rel=1e-3) and level.latency_us == 100 and local.cores == 2
     assert (local.call_us, local.call_busy, local.bytes_busy) == (800, 0.1, 0.75)

@@ -65,7 +65,7 @@ def test_fixed_sizes_of_experts_are_kept() -> None:
     assert best.layout.experts == ExpertChoice(4, 2)
     parallel = best.config.parallel
     assert (parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size) == (4, 2)
-    with pytest.raises(UserError, match="not as --fix says"):
+    with pytest.raises(UserError, match="size=3: no layout that may fit has it; use 1, 2, 4 or 8"):
         search(replace(PROBLEM, fixed=read_fixed(["expert_model_parallel_size=3"])), 1, ["1d"])
 
 

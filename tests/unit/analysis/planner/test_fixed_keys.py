@@ -35,22 +35,35 @@ def test_each_key_is_what_the_layout_writes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"),
+    ("texts", "reason"),
     [
-        ("tensor_parallel_size=4", "use tensor_model_parallel_size=VALUE"),
-        ("zero_stage", "use zero_stage=VALUE"),
-        ("zero_stage={", "the value is not YAML"),
+        (["tensor_parallel_size=4"], "use tensor_model_parallel_size=VALUE"),
+        (["zero_stage"], "use zero_stage=VALUE"),
+        (["zero_stage={"], "the value is not YAML"),
+        (["zero_stage=9"], r"zero_stage=9 \(--fix\): not allowed; use 0, 1, 2 or 3"),
+        (["tensor_model_parallel_size=x"], "text is not allowed; use a whole number"),
+        (["zero_stage=1", "parallel.zero_stage=2"], "given twice"),
     ],
 )
-def test_unknown_keys_are_refused(text: str, reason: str) -> None:
+def test_unknown_keys_and_values_are_refused(texts: list[str], reason: str) -> None:
     with pytest.raises(UserError, match=reason):
-        read_fixed([text])
+        read_fixed(texts)
 
 
-def test_values_that_no_layout_has_are_refused_with_the_reason() -> None:
-    fixed = read_fixed(["tensor_model_parallel_size=3"])
-    with pytest.raises(UserError, match="not as --fix says"):
-        search(replace(PROBLEM, fixed=fixed), 1, ["1d"])
+@pytest.mark.parametrize(
+    ("texts", "reason"),
+    [
+        (["tensor_model_parallel_size=3"], "size=3: no layout that may fit has it; use 1, 2 or 4"),
+        (
+            ["tensor_model_parallel_size=4", "pipeline_model_parallel_size=2"],
+            "pipeline_model_parallel_size=2: no layout that may fit has it next to the other fixed values; use 1",
+        ),
+        (["tensor_model_parallel_size=3", "pipeline_model_parallel_size=3"], "other values of two keys or more"),
+    ],
+)
+def test_values_that_no_layout_has_are_refused_with_those_that_one_has(texts: list[str], reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        search(replace(PROBLEM, fixed=read_fixed(texts)), 1, ["1d"])
 
 
 def test_the_margin_is_left_free() -> None:

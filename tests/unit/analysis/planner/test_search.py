@@ -26,7 +26,7 @@ from megatron3d.analysis.planner.options import (
     signature,
     tensor_choices,
 )
-from megatron3d.analysis.planner.plan_report import places
+from megatron3d.analysis.planner.plan_report import beyond, places
 from megatron3d.analysis.planner.problem import PlanningProblem, PredictedLayout
 from megatron3d.analysis.planner.search import SearchResult, search
 from megatron3d.config.cli import resolve
@@ -176,6 +176,14 @@ def test_context_ranks_are_chosen_for_long_sequences_only() -> None:
     assert found[131072].size > 1 and found[8192] == ContextChoice()
 
 
+def test_ranks_that_a_cluster_does_not_have_are_told() -> None:
+    cluster = problem().machine.network.cluster
+    assert list(beyond(cluster, 6144)) == []
+    assert "Perlmutter has 6,144 ranks: predicted as if its level network (20 GB/s) went on to 6,148" in next(
+        beyond(cluster, 6148)
+    )
+
+
 def test_nearby_numbers_with_many_divisors_are_tried() -> None:
     """Whole nodes, and batches that many data-parallel sizes divide; a layout there is the best of its tensor size."""
     train = {"global_batch_size": 20, "precision": "bf16"}
@@ -184,6 +192,8 @@ def test_nearby_numbers_with_many_divisors_are_tried() -> None:
     assert numbers == [(16, 20), (24, 20), (20, 16), (20, 18), (20, 21), (20, 24)]
     assert [each.num_ranks for each in nearby_problems(replace(here, num_ranks=1000))][:4] == [840, 960, 1008, 1080]
     assert [each.num_ranks for each in nearby_problems(replace(here, num_ranks=3))][:1] == [3]
+    # No part of a second node.
+    assert {each.num_ranks for each in nearby_problems(replace(here, num_ranks=4))} == {3, 4}
     (best,) = search(here, 1).plans
     found = search_nearby(here, best)
     assert found and {each.plan.layout.tensor.size for each in found} == {best.layout.tensor.size}
