@@ -18,6 +18,7 @@ from megatron3d.analysis.planner.bounds import in_order, layout_groups, reason_o
 from megatron3d.analysis.planner.fixed_keys import NOTHING, VALUES
 from megatron3d.analysis.planner.options import (
     LayoutChoice,
+    LayoutFields,
     TensorChoice,
 )
 from megatron3d.analysis.planner.problem import PlanningProblem, PredictedLayout
@@ -94,7 +95,8 @@ def _refuse_fixed(problem: PlanningProblem, modes: Sequence[str]) -> None:
     possible: dict[str, set[object]] = {key: set() for key in fixed}
     for group in free:
         for shape in group.shapes:
-            layout = LayoutChoice(group.tensor, *shape, *group.others)
+            fields: LayoutFields = (group.tensor, *shape, *group.others)
+            layout = LayoutChoice(*fields)
             wrong = [key for key, value in fixed.items() if VALUES[key](layout) != value]
             if len(wrong) == 1:
                 possible[wrong[0]].add(VALUES[wrong[0]](layout))
