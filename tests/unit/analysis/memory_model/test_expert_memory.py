@@ -89,9 +89,12 @@ def step_peak(config: Config) -> tuple[int, RankMemory]:
     return peak, predict_memory(spec, replace(KERNELS["cpu"], adds_dw=adds_dw))
 
 
+SIZE, SPLIT, BY = "expert_model_parallel_size", "expert_tensor_parallel_size", "moe_token_dispatcher_type"
 EXCHANGES: tuple[dict[str, Any], ...] = (
     {},
-    *({"expert_model_parallel_size": RANKS, "moe_token_dispatcher_type": name} for name in DISPATCHERS),
+    *({SIZE: RANKS, BY: name} for name in DISPATCHERS),
+    {SPLIT: RANKS},
+    {SIZE: 2, SPLIT: 2, "tensor_model_parallel_size": 2},
 )
 
 
