@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from megatron3d.config.section import Count, Positive, Section
+from megatron3d.config.section import Count, Positive, Refused, Section
 
 ActivationName = Literal["gelu", "gelu_tanh", "relu", "squared_relu", "swiglu", "geglu", "geglu_tanh", "clamped_swiglu"]
 Window = Annotated[tuple[Count, Count], Field(strict=False, examples=["[127,0]"])]
@@ -206,3 +206,10 @@ class ModelConfig(Section):
     mtp_loss_scaling_factor: float = Field(
         0.1, gt=0, description="with mtp_num_layers: factor of the mean of their losses in the total loss"
     )
+
+    @field_validator("moe_router_load_balancing_type", mode="before")
+    @classmethod
+    def _no_loss_of_a_microbatch(cls, value: object) -> object:
+        if value == "aux_loss":
+            raise Refused("a loss of each microbatch, which depends on the layout; use global_aux_loss or seq_aux_loss")
+        return value

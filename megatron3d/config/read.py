@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from megatron3d.config.schema import Config
-from megatron3d.config.section import OutOfBounds
+from megatron3d.config.section import Refused
 from megatron3d.config.suggest import SECTIONS, nearest, nearest_key, one_of
 from megatron3d.config.yaml_origins import Entry, parse_value, read_document, show
 from megatron3d.errors import UserError
@@ -168,7 +168,7 @@ def _validated(known: Mapping[str, Entry]) -> tuple[Config, dict[str, str]]:
             entry = known[f"{section}.{name}"]
             where = f"{entry.key}={show(entry.value)} ({entry.origin})"
             values[section].pop(name, None)
-            if isinstance(problem := detail.get("ctx", {}).get("error"), OutOfBounds):
+            if isinstance(problem := detail.get("ctx", {}).get("error"), Refused):
                 invalid[entry.key] = f"{where}: {problem}"
                 continue
             whole = detail["type"].endswith("_type") and len(detail["loc"]) == 2

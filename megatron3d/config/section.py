@@ -69,8 +69,8 @@ LARGEST: Mapping[str, int] = {
 MAX_TEXT = 4096
 
 
-class OutOfBounds(ValueError):
-    """A number or text beyond the limits of its key; the message is the rule and a change that works."""
+class Refused(ValueError):
+    """A value that the rule of its key refuses; the message is the reason and a change that works."""
 
 
 class Section(BaseModel):
@@ -90,7 +90,7 @@ class Section(BaseModel):
             if isinstance(item, str) and not is_one_line(item):
                 raise ValueError("control characters")
             if isinstance(item, str) and len(item) > MAX_TEXT:
-                raise OutOfBounds(f"{len(item)} characters; use at most {MAX_TEXT}")
+                raise Refused(f"{len(item)} characters; use at most {MAX_TEXT}")
             if isinstance(item, int | float) and abs(item) > most:
-                raise OutOfBounds(f"more than {most}, the largest that is allowed; use {most} or less")
+                raise Refused(f"more than {most}, the largest that is allowed; use {most} or less")
         return value

@@ -65,6 +65,7 @@ def test_all_problems_are_reported_with_key_value_origin_and_rule(file: Path) ->
   num_layers: 3
   num_layers: 4
   tie_embeddings: yes
+  moe_router_load_balancing_type: aux_loss
 train:
   lr: 1e-3
   seed: 1.5
@@ -79,22 +80,24 @@ block_size: 64
         f"model.num_layers ({file}:6): already given at {file}:5; keep one of the two",
         "lr (command line): not of the form section.key=value; use for example train.train_iters=100",
         f"model.num_layer=4 ({file}:2): unknown key; use model.num_layers",
-        f"train.lr=0.001 ({file}:9): unknown key; use optimizer.lr",
-        f"optimiser.eps=1e-09 ({file}:12): unknown section optimiser; use optimizer.adam_eps",
-        f"optimizer=3 ({file}:13): a section, not a value; write its keys below it, such as lr",
-        f"block_size=64 ({file}:16): a key without its section; use model.seq_length",
+        f"train.lr=0.001 ({file}:10): unknown key; use optimizer.lr",
+        f"optimiser.eps=1e-09 ({file}:13): unknown section optimiser; use optimizer.adam_eps",
+        f"optimizer=3 ({file}:14): a section, not a value; write its keys below it, such as lr",
+        f"block_size=64 ({file}:17): a key without its section; use model.seq_length",
         "tp=4 (command line): a key without its section; use parallel.tensor_model_parallel_size",
         f"model.family=gpt3 ({file}:4): not allowed; use gpt2 or llama",
         f'model.hidden_size="256" ({file}:3): text is not allowed; use a whole number of at least 1',
         f"model.tie_embeddings=yes ({file}:7): text is not allowed; use true or false or null",
-        f"parallel.tensor_parallel_mode=4d ({file}:14): not allowed; use 1d, 2d, 2.5d, 3d or grid",
-        f"parallel.tensor_parallel_shape=[2,0] ({file}:14): not allowed; "
+        f"model.moe_router_load_balancing_type=aux_loss ({file}:8): a loss of each microbatch, which depends on the "
+        "layout; use global_aux_loss or seq_aux_loss",
+        f"parallel.tensor_parallel_mode=4d ({file}:15): not allowed; use 1d, 2d, 2.5d, 3d or grid",
+        f"parallel.tensor_parallel_shape=[2,0] ({file}:15): not allowed; "
         "use a list of whole numbers of at least 1, such as [2,2,2] or null",
         "model.window_size=[-1,0] (command line): not allowed; "
         "use a list of 2 whole numbers of at least 0, such as [127,0] or null",
-        f"train.train_iters=0 ({file}:11): not allowed; use a whole number of at least 1",
-        f"train.seed=1.5 ({file}:10): a number is not allowed; use a whole number of at least 0",
-        f"data.split=100 ({file}:15): a whole number is not allowed; use text such as 969,30,1",
+        f"train.train_iters=0 ({file}:12): not allowed; use a whole number of at least 1",
+        f"train.seed=1.5 ({file}:11): a number is not allowed; use a whole number of at least 0",
+        f"data.split=100 ({file}:16): a whole number is not allowed; use text such as 969,30,1",
         "optimizer.adam_beta1=1 (command line): not allowed; use a number of at least 0 and below 1",
     ]
     assert sorted(
