@@ -43,21 +43,43 @@ class Table:
         self.factors, self._aspects, self._cost = factors, aspects, cost
         self._places = {name: place for place, name in enumerate(factors)}
         self._rules = [(rule.names, cache(rule.holds)) for rule in rules]
-        ruled = {name for rule in rules for name in rule.names}
-        self._ruled = [name for name in factors if name in ruled]
-        self._completes = cache(self._can_complete)
+        self._parts, self._completes = cache(self._find_parts), cache(self._can_complete)
 
     def allows(self, row: Row) -> bool:
         """Return whether a complete or partial row breaks no rule and can be completed."""
-        return self._completes(tuple((name, row[name]) for name in self._ruled if name in row))
+        return all(self._holds(row, rule) for rule in self._rules) and self._leads_on(row, set(self.factors) - set(row))
 
-    def _can_complete(self, chosen: tuple[Choice, ...]) -> bool:
-        row = dict(chosen)
-        for names, holds in self._rules:
-            if all(name in row for name in names) and not holds(*(row[name] for name in names)):
-                return False
-        name = next((name for name in self._ruled if name not in row), None)
-        return name is None or any(self.allows({**row, name: value}) for value in self.factors[name])
+    def _holds(self, row: Row, rule: tuple[tuple[str, ...], Callable[..., bool]]) -> bool:
+        """Return whether a row obeys a rule as far as the rule's factors have values."""
+        names, holds = rule
+        return not all(name in row for name in names) or holds(*[row[name] for name in names])
+
+    def _leads_on(self, row: Row, left: Iterable[str]) -> bool:
+        """Return whether the factors that are left can have values; parts that no rule connects do so separately."""
+        return all(
+            self._completes(tuple((name, row[name]) for name in near if name in row), tuple(part))
+            for part, near in self._parts(frozenset(left))
+        )
+
+    def _find_parts(self, left: frozenset[str]) -> list[tuple[list[str], list[str]]]:
+        """Return the parts of `left` that rules connect, each with the other factors of its rules."""
+        parts: list[set[str]] = []
+        for names, _ in self._rules:
+            if own := left & set(names):
+                touched = [part for part in parts if part & own]
+                parts = [part for part in parts if part not in touched] + [set(own).union(*touched)]
+        near = [{name for names, _ in self._rules if part & set(names) for name in names} - part for part in parts]
+        return [(self._in_order(part), self._in_order(others)) for part, others in zip(parts, near, strict=True)]
+
+    def _in_order(self, names: Collection[str]) -> list[str]:
+        return [name for name in self.factors if name in names]
+
+    def _can_complete(self, known: tuple[Choice, ...], part: tuple[str, ...]) -> bool:
+        """Return whether the factors of a part can have values next to the known ones."""
+        name, *left = part
+        rules = [rule for rule in self._rules if name in rule[0]]
+        rows = ({**dict(known), name: value} for value in self.factors[name])
+        return any(all(self._holds(row, rule) for rule in rules) and self._leads_on(row, left) for row in rows)
 
     def pairs(self, row: Row) -> set[Pair]:
         """Return the pairs of choices in a complete or partial row."""
@@ -84,7 +106,7 @@ class Table:
         that cover the most pairs first.
         """
         origins, starts = self.feasible_pairs(), list(required)
-        missing, rows = dict.fromkeys(origins), []
+        missing, rows = dict.fromkeys(origins), list[Row]()
         while missing or starts:
             left = Counter(choice for pair in missing for choice in pair)
             if not starts:
@@ -93,7 +115,18 @@ class Table:
             rows.append(self._complete_row(starts.pop(0), missing))
             for pair in self.pairs(rows[-1]):
                 missing.pop(pair, None)
-        return rows
+        return self._without_repeats(rows, len(required))
+
+    def _without_repeats(self, rows: Sequence[Row], num_required: int) -> list[Row]:
+        """Return the rows without those whose pairs all occur in others; the first ones are required."""
+        found = [self.pairs(row) for row in rows]
+        times = Counter(pair for pairs in found for pair in pairs)
+        kept = list(rows)
+        for place in sorted(range(num_required, len(rows)), key=lambda place: -self._cost(rows[place])):
+            if all(times[pair] > 1 for pair in found[place]):
+                times.subtract(found[place])
+                kept.remove(rows[place])
+        return kept
 
     def _complete_row(self, start: Row, missing: Collection[Pair]) -> Row:
         """Complete a partial row: give each factor in turn the value that covers the most pairs, then the cheapest."""

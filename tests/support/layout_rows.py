@@ -2,10 +2,10 @@
 
 The choices are: mode and form, shape, schedule, pipeline, context and data-parallel ranks, exchange between context
 ranks, packed documents, ZeRO stage, HSDP replicas, activation recomputation, overlap, division of the layers, global
-batch, model.  Modes and schedules come from the registries, so that a new one is covered as soon as it is registered.
-A model with experts also has a folding of them, one that its ranks have, chosen at random.  Rows that cover every pair
-of what keeps state between steps train two steps, between which a non-finite gradient skips an update on all ranks; the
-others train one.
+batch, model, folding of experts, dispatcher.  Modes and schedules come from the registries, so that a new one is
+covered as soon as it is registered.  A folding is a class, of which a row has one at random.  Rows that cover every
+pair of what keeps state between steps train two steps, between which a non-finite gradient skips an update on all
+ranks; the others train one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
 from megatron3d.parallel.context import CONTEXT_EXCHANGES
 from megatron3d.parallel.context_exchange import BOTH
+from megatron3d.parallel.expert_exchange import DISPATCHERS
 from megatron3d.parallel.expert_ranks import expert_sizes, stage_axes
+from megatron3d.parallel.mesh import Sizes
 from megatron3d.parallel.modes import MODES
 from megatron3d.pipeline.schedules import FROM_FILE
 from megatron3d.pipeline.validate import write_schedule
@@ -53,15 +55,32 @@ from tests.support.equality import (
 from tests.support.toy_pipeline import any_schedule
 
 NO_PIPELINE = (None, None)
+OUTSIDE_TENSOR = ("replica", "data", "context", "context_inner")
 DEPTHS = {1: 3, 2: 4, 4: 5}  # layers, by number of pipeline ranks
+
+# How experts lie on the ranks of a stage: a dense model, all on each rank, whole ones on ranks of tensor axes alone, on
+# ranks of other axes too, each one split, and both.
+DENSE, WHOLE, ON_TENSOR, BEYOND_TENSOR, SPLIT, BOTH_FOLDED = FOLDINGS = (
+    "dense",
+    "all on each rank",
+    "on tensor ranks",
+    "beyond tensor ranks",
+    "split",
+    "split and distributed",
+)
+DISTRIBUTED = frozenset({ON_TENSOR, BEYOND_TENSOR, BOTH_FOLDED})
+WITH_EXPERTS = frozenset(name for name, keys in MODELS.items() if "num_moe_experts" in keys)
 
 FACTORS: dict[str, Sequence[Any]] = {
     "shape": [(1,), *(shape for size in (2, 4, 8) for num_axes in (1, 2, 3) for shape in shapes(num_axes, size))],
     "form": FORMS,
-    "pipeline ranks": (1, 2, 4),
-    "schedule": [NO_PIPELINE, *SCHEDULES_WITH_STAGES],
     "data ranks": (1, 2, 4),
     "context ranks": (1, 2, 4),
+    "model": list(MODELS),
+    "folding": FOLDINGS,
+    "dispatcher": (None, *DISPATCHERS),
+    "pipeline ranks": (1, 2, 4),
+    "schedule": [NO_PIPELINE, *SCHEDULES_WITH_STAGES],
     "exchange": CONTEXT_EXCHANGES,
     "ZeRO": (0, 1, 2, 3),
     "replicas": (1, 2),
@@ -69,14 +88,17 @@ FACTORS: dict[str, Sequence[Any]] = {
     "layers": ["by cost", "none on the first stage", "random", "none on the last stage"],
     "batch": range(len(BATCHES)),
     "recompute": list(RECOMPUTATIONS),
-    "model": list(MODELS),
     "documents": list(DOCUMENTS),
 }
+# Factors that a folding meets, and a dispatcher.
+MET_BY_FOLDING = {"form", "schedule", "ZeRO", "recompute", "data ranks", "context ranks", "replicas", "dispatcher"}
 # Factors that meet every exchange and all documents; schedules, overlaps and batches do not know of either.
 MET_BY_ATTENTION = {"form", "pipeline ranks", "data ranks", "context ranks", "ZeRO", "recompute", "model"}
 MEETS: dict[str, set[str]] = {
     "exchange": MET_BY_ATTENTION | {"documents"},
     "documents": MET_BY_ATTENTION | {"exchange"},
+    "folding": MET_BY_FOLDING,
+    "dispatcher": {"form", "ZeRO", "recompute", "folding"},
 }
 
 
@@ -105,6 +127,26 @@ def has_stage_per_layer(ranks: int, schedule: tuple[str | None, int | None]) -> 
     return num_stages <= DEPTHS[ranks]
 
 
+def has_folding(form: tuple[str, str], shape: tuple[int, ...], data: int, context: int, folding: str) -> bool:
+    """Return whether the ranks of a stage have a folding of a class; replicas are data ranks to it."""
+    axes = (("data", data), ("context", context), *zip(MODES[form[0]].axis_names, shape, strict=True))
+    return folding == DENSE or bool(foldings(axes, folding))
+
+
+def foldings(axes: Sizes, folding: str) -> list[tuple[int, int]]:
+    """Return the sizes EP, ETP of a class that dense axes have, for the fewest experts of a model."""
+    tensor = math.prod(size for name, size in axes if name not in OUTSIDE_TENSOR)
+    found = [(size, split) for split in (1, 2, 4) for size in expert_sizes(axes, split) if size <= 4]
+    return [each for each in found if class_of(*each, tensor) == folding]
+
+
+def class_of(size: int, split: int, num_tensor: int) -> str:
+    """Return the class of a folding on ranks of which `num_tensor` are neighbours on tensor axes."""
+    if size == 1:
+        return SPLIT if split > 1 else WHOLE
+    return BOTH_FOLDED if split > 1 else ON_TENSOR if size <= num_tensor else BEYOND_TENSOR
+
+
 RULES = [
     Rule(("form", "shape"), lambda form, shape: len(MODES[form[0]].axis_names) == len(shape)),
     Rule(("shape", "pipeline ranks"), lambda shape, pipeline: math.prod(shape) * pipeline <= NUM_RANKS),
@@ -126,6 +168,9 @@ RULES = [
     Rule(("data ranks", "replicas"), lambda data, replicas: data % replicas == 0),
     Rule(("form", "shape", "overlap"), has_overlap),
     Rule(("form", "shape", "pipeline ranks", "data ranks", "batch"), has_batch),
+    Rule(("model", "folding"), lambda model, folding: (model in WITH_EXPERTS) == (folding != DENSE)),
+    Rule(("folding", "dispatcher"), lambda folding, by: (folding in DISTRIBUTED) == (by is not None)),
+    Rule(("form", "shape", "data ranks", "context ranks", "folding"), has_folding),
 ]
 
 
@@ -178,8 +223,8 @@ def packed_contexts() -> Iterator[Row]:
 
 TABLE = Table(FACTORS, RULES, aspects, cost)
 ROWS = TABLE.covering_rows([*heads_on_two_axes(), *packed_contexts()])
-# Rows that cover all pairs of these factors, except modes with schedules, train two steps and skip one between them.
-STEP_FACTORS = ("form", "schedule", "ZeRO", "replicas", "overlap", "recompute")
+# Rows that cover the pairs of these factors (see `step_pairs`) train two steps and skip one between them.
+STEP_FACTORS = ("form", "schedule", "ZeRO", "replicas", "overlap", "recompute", "folding")
 
 
 def pick(wanted: Sequence[frozenset[Any]]) -> list[int]:
@@ -192,9 +237,9 @@ def pick(wanted: Sequence[frozenset[Any]]) -> list[int]:
 
 
 def step_pairs(row: Row) -> frozenset[Any]:
-    """Return a row's pairs of step factors, except modes with schedules."""
+    """Return a row's pairs of step factors, except modes with schedules, and either with layouts of experts."""
     pairs = TABLE.pairs({name: row[name] for name in STEP_FACTORS})
-    return frozenset(pair for pair in pairs if {name for name, _ in pair} != {"form", "schedule"})
+    return frozenset(pair for pair in pairs if len({name for name, _ in pair} & {"form", "schedule", "folding"}) < 2)
 
 
 TWO_STEP_ROWS = frozenset(pick([step_pairs(row) for row in ROWS]))
@@ -223,16 +268,13 @@ def balancer_keys(row: Row) -> dict[str, Any]:
 
 
 def folding_keys(row: Row, spec: RunSpec) -> dict[str, Any]:
-    """Return the keys of a folding of experts that a row's ranks have, chosen at random; none for a model without."""
-    if spec.arch.experts is None:
+    """Return the keys of a folding of a row's class that its ranks have, chosen at random."""
+    if row["folding"] == DENSE:
         return {}
-    num_experts = spec.arch.experts.num_experts
-    axes = stage_axes(spec.mode, spec.sizes.shards, spec.sizes.replicas)
-    splits = [ranks for ranks in (1, 2, 4) if spec.arch.experts.ffn_hidden_size % ranks == 0]
-    found = [(size, ranks) for ranks in splits for size in expert_sizes(axes, ranks) if num_experts % size == 0]
-    found = [each for each in found if each != (1, 1)] or found
-    size, ranks = random.Random(f"folding {row}").choice(found)
-    return {"expert_model_parallel_size": size, "expert_tensor_parallel_size": ranks}
+    found = foldings(stage_axes(spec.mode, spec.sizes.shards, spec.sizes.replicas), row["folding"])
+    size, split = random.Random(f"folding {row}").choice(found)
+    keys = {"expert_model_parallel_size": size, "expert_tensor_parallel_size": split}
+    return keys | ({"moe_token_dispatcher_type": row["dispatcher"]} if row["dispatcher"] else {})
 
 
 def build(row: Row, folder: Path) -> Case:
