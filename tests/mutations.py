@@ -50,6 +50,7 @@ LATENT = ("tests/unit/model/test_latent_attention.py",)
 LATENT_LAYOUTS = ("tests/integration/test_latent_equality.py",)
 LATENT_CACHE = ("tests/unit/inference/test_sampling.py", "-k", "latent")
 FLOPS = ("tests/unit/model/test_flops.py",)
+GPU_RATES = ("tests/unit/analysis/test_calibrate_gpus.py",)
 DRAFTS = ("tests/unit/inference/test_speculation.py", "-k", "caches or distribution")
 
 CACHE = ("tests/unit/inference/test_sampling.py", "-k", "context")
@@ -1282,6 +1283,27 @@ MUTATIONS = [
         "ahead_BS[:, :kept] = labels_BS[:, places:]",
         "ahead_BS[:, :kept] = labels_BS[:, :kept]",
         AHEAD,
+    ),
+    Mutation(
+        "a gather's own part counted as sent",
+        "analysis/calibrate_gpus.py",
+        "sent = (num_gpus - 1) * sizes.gathered * 4",
+        "sent = num_gpus * sizes.gathered * 4",
+        GPU_RATES,
+    ),
+    Mutation(
+        "the ramp-up of a GEMM forgotten",
+        "analysis/calibrate_gpus.py",
+        'max(0.0, n["shallow"] / each_s - shallow)',
+        "0.0",
+        GPU_RATES,
+    ),
+    Mutation(
+        "a second value of a fixed key wins silently",
+        "analysis/planner/fixed_keys.py",
+        "if names[name] in values:",
+        "if names[name] not in names:",
+        ("tests/unit/analysis/planner/test_fixed_keys.py",),
     ),
     Mutation(
         "losses ahead summed, not averaged",

@@ -46,6 +46,7 @@ LOADS_TORCH: Mapping[str, bool] = {
     "megatron3d.metrics": False,
     "megatron3d.analysis": False,
     "megatron3d.analysis.calibrate": True,
+    "megatron3d.analysis.calibrate_gpus": True,
     "megatron3d.convert.model_types": False,
     "megatron3d.convert.config_json": False,
     "megatron3d.convert.tensor_names": False,

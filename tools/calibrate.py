@@ -1,6 +1,6 @@
-"""Measure this machine and store its rates as the cluster `local`, for tools/plan.py and predictions of runs.
+"""Measure this machine and store its rates as the cluster `local_gpu`, or `local` for its CPU, for tools/plan.py.
 
-python tools/calibrate.py
+python tools/calibrate.py --network eos
 """
 
 from __future__ import annotations
@@ -13,18 +13,31 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron3d.analysis.cost_model.hardware import FOLDER, load_accelerator, load_cluster
+from megatron3d.errors import UserError
+from megatron3d.runtime import process
 from megatron3d.runtime.arguments import ToolParser, real
 from megatron3d.runtime.tool_main import run_tool
+
+PRECISION = "bf16"
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure and write the files."""
-    from megatron3d.analysis.calibrate import calibrate
+    folder, seconds = arguments.output_dir, arguments.seconds
+    (folder / "clusters").mkdir(parents=True, exist_ok=True)  # measuring takes minutes
+    num_gpus = 0 if arguments.cpu else process.num_gpus()
+    if num_gpus:
+        from megatron3d.analysis.calibrate_gpus import calibrate_gpus
 
-    (arguments.output_dir / "clusters").mkdir(parents=True, exist_ok=True)  # measuring takes minutes
-    paths = calibrate(arguments.output_dir, arguments.seconds)
-    load_accelerator("local", arguments.output_dir)
-    load_cluster("local", arguments.output_dir / "clusters")
+        paths = calibrate_gpus(folder, num_gpus, arguments.precision, arguments.network, seconds)
+    else:
+        if arguments.network or arguments.precision != PRECISION:
+            raise UserError("--network and --precision: for GPUs only, of which torch sees none here; leave them out")
+        from megatron3d.analysis.calibrate import calibrate
+
+        paths = calibrate(folder, seconds)
+    load_accelerator(paths[0].stem, folder)
+    load_cluster(paths[1].stem, folder / "clusters")
     print("\n".join(f"wrote {path}" for path in paths))
 
 
@@ -33,6 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = ToolParser(prog="calibrate", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "--output-dir", type=Path, default=FOLDER, metavar="DIR", help="default: the package's hardware/"
+    )
+    parser.add_argument("--cpu", action="store_true", help="measure the CPU, although there is a GPU")
+    parser.add_argument("--precision", choices=("bf16", "fp16", "fp32"), default=PRECISION, help="of GPUs")
+    parser.add_argument(
+        "--network", metavar="NAME", help="cluster with the links between nodes, or of a machine with one GPU"
     )
     parser.add_argument("--seconds", type=real(0.001, 3600), default=1.0, help="for each measurement (default: 1)")
     return run_tool(run, parser, argv)

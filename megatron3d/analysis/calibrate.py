@@ -29,6 +29,8 @@ Measured = dict[str, float]
 ROWS, WIDTH = 1024, 256
 # Accesses of a norm, an addition and an activation, forward and backward, as in `execution_profile`: 5, 6 and 5.
 PASSES = 16
+# Kernels of `small_step`.
+LAUNCHES = 6
 # More than the caches of a CPU hold.
 CACHE_BYTES = 2**26
 # Elements of the small and of the large all-reduce, and calls per round.
@@ -73,12 +75,34 @@ def memory_bandwidth(budget_s: float) -> Measured:
     def operands() -> tuple[Tensor, Tensor]:
         return torch.randn(ROWS, 4 * WIDTH, requires_grad=True), torch.randn(ROWS, 4 * WIDTH)
 
-    def network(x: Tensor, dy: Tensor) -> None:
-        (F.silu(F.rms_norm(x, weight.shape, weight)) + x).backward(dy)
-        x.grad = weight.grad = None
+    def kernels(x: Tensor, dy: Tensor) -> None:
+        memory_bound_kernels(x, dy, weight)
 
     num_bytes = 4 * ROWS * 4 * WIDTH
-    return {"stream_gb_s": PASSES * num_bytes / cold_cache_s(network, operands, budget_s) / 1e9}
+    return {"stream_gb_s": PASSES * num_bytes / cold_cache_s(kernels, operands, budget_s) / 1e9}
+
+
+def memory_bound_kernels(x: Tensor, dy: Tensor, weight: Tensor) -> None:
+    """Run a norm, an activation and an addition, forward and backward: `PASSES` accesses to each element of x."""
+    (F.silu(F.rms_norm(x, weight.shape, weight)) + x).backward(dy)
+    x.grad = weight.grad = None
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> Tensor:
+    """Return causal attention."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def attention_and_gradients(q: Tensor, k: Tensor, v: Tensor, dy: Tensor) -> None:
+    """Run causal attention forward and backward."""
+    attention(q, k, v).backward(dy)
+    q.grad = k.grad = v.grad = None
+
+
+def small_step(x: Tensor, w: Tensor) -> None:
+    """Run a linear layer, an activation and a sum, forward and backward: `LAUNCHES` kernels."""
+    F.silu(F.linear(x, w)).sum().backward()
+    x.grad = w.grad = None
 
 
 def attention_fractions(budget_s: float, peak_tflops: float) -> Measured:
@@ -88,16 +112,9 @@ def attention_fractions(budget_s: float, peak_tflops: float) -> Measured:
     def operands() -> tuple[Tensor, ...]:
         return (*(torch.randn(shape, requires_grad=True) for _ in range(3)), torch.randn(shape))
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, _: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    def both(q: Tensor, k: Tensor, v: Tensor, dy: Tensor) -> None:
-        forward(q, k, v, dy).backward(dy)
-        q.grad = k.grad = v.grad = None
-
     with torch.no_grad():
-        forward_s = cold_cache_s(forward, operands, budget_s)
-    backward_s = max(cold_cache_s(both, operands, budget_s) - forward_s, forward_s)
+        forward_s = cold_cache_s(attention, operands, budget_s)
+    backward_s = max(cold_cache_s(attention_and_gradients, operands, budget_s) - forward_s, forward_s)
     rates = {"attention_forward": flops / forward_s, "attention_backward": 2.5 * flops / backward_s}
     return {name: min(1.0, rate / 1e12 / peak_tflops) for name, rate in rates.items()}
 
@@ -105,12 +122,7 @@ def attention_fractions(budget_s: float, peak_tflops: float) -> Measured:
 def launch_us(budget_s: float) -> float:
     """Measure the microseconds to launch a kernel in a training step, the framework's overhead included."""
     x, w = torch.randn(1, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
-
-    def step() -> None:
-        F.silu(F.linear(x, w)).sum().backward()
-        x.grad = w.grad = None
-
-    return median_call_s(step, budget_s) / 6 * 1e6
+    return median_call_s(lambda: small_step(x, w), budget_s) / LAUNCHES * 1e6
 
 
 class Elapsed(NamedTuple):
@@ -193,8 +205,13 @@ def write_files(folder: Path, n: Measured) -> tuple[Path, Path]:
     """Write the files of the accelerator and of the cluster, and return their paths."""
     when = f"{datetime.now(timezone.utc):%Y-%m-%d}"
     where = f"measured by tools/calibrate.py on {platform.machine()} with one thread, {when}"
-    paths = folder / "local.yaml", folder / "clusters" / "local.yaml"
-    for path, text in zip(paths, (accelerator_sheet(n, where), cluster_sheet(n, where)), strict=True):
+    return write_sheets(folder, "local", accelerator_sheet(n, where), cluster_sheet(n, where))
+
+
+def write_sheets(folder: Path, name: str, accelerator: str, cluster: str) -> tuple[Path, Path]:
+    """Write the YAML texts of an accelerator and of its cluster into a folder, and return their paths."""
+    paths = folder / f"{name}.yaml", folder / "clusters" / f"{name}.yaml"
+    for path, text in zip(paths, (accelerator, cluster), strict=True):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, text)
     return paths

@@ -180,6 +180,13 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+def num_gpus() -> int:
+    """Return the number of GPUs that torch sees."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
 def _use_cpus_next_to(device: torch.device, env: LauncherEnv) -> dict[str, str]:
     """Bind this process to the CPUs next to its GPU, and choose the threads of CPU operators; return the settings."""
     import torch
