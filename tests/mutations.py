@@ -1306,6 +1306,13 @@ MUTATIONS = [
         ("tests/unit/analysis/planner/test_fixed_keys.py",),
     ),
     Mutation(
+        "recomputation that saves memory not shown",
+        "analysis/planner/search.py",
+        "plan.total_bytes > (1 - WORTH) * faster.total_bytes",
+        "plan.total_bytes > 0",
+        ("tests/unit/analysis/planner/test_search.py", "-k", "purpose"),
+    ),
+    Mutation(
         "losses ahead summed, not averaged",
         "model/gpt.py",
         "self.arch.mtp_loss_scaling_factor / max(self.arch.mtp_num_layers, 1)",

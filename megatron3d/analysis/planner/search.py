@@ -31,6 +31,8 @@ from megatron3d.parallel.modes import MODES
 
 # Layouts that fit or are slower, and are predicted, at most.
 MOST = 400
+# Part of the memory that recomputation must save.
+WORTH = 0.01
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,7 @@ def search(problem: PlanningProblem, count: int = 10, modes: Sequence[str] = tup
             rejected["needs more memory than a rank has"] += 1
             continue
         tried += 1
-        plan = PredictedLayout(layout, config, step, memory, libraries)
-        plans = sorted([*plans, plan], key=lambda each: each.step.step_s)[:count]
+        plans = worth_showing([*plans, PredictedLayout(layout, config, step, memory, libraries)])[:count]
     if not plans:
         reasons = "; ".join(f"{reason} ({number} layouts)" for reason, number in rejected.most_common(3))
         raise UserError(
@@ -86,6 +87,29 @@ def search(problem: PlanningProblem, count: int = 10, modes: Sequence[str] = tup
             f"train.global_batch_size or a smaller model ({reasons})"
         )
     return SearchResult(plans, sum(len(group.shapes) for group in groups) + rejected.total(), rejected)
+
+
+def worth_showing(plans: Sequence[PredictedLayout]) -> list[PredictedLayout]:
+    """Return plans from the fastest, without those that differ from a faster one to no purpose.
+
+    These are the same order of work under another schedule's name (ZB-H2 and ZB-2P on two ranks), and recomputation
+    that is slower and saves less than `WORTH` of the memory.
+    """
+    kept: list[PredictedLayout] = []
+    for plan in sorted(plans, key=lambda each: each.step.step_s):
+        if not any(_is_pointless(plan, other) for other in kept):
+            kept.append(plan)
+    return kept
+
+
+def _is_pointless(plan: PredictedLayout, faster: PredictedLayout) -> bool:
+    mine, other = plan.layout, faster.layout
+    if replace(mine, schedule=other.schedule, recompute=other.recompute) != other:
+        return False
+    if mine.schedule == other.schedule:
+        return plan.total_bytes > (1 - WORTH) * faster.total_bytes
+    same = plan.step.step_s == faster.step.step_s and plan.total_bytes == faster.total_bytes
+    return same and mine.recompute == other.recompute
 
 
 def _refuse_fixed(problem: PlanningProblem, modes: Sequence[str]) -> None:

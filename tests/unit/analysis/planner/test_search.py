@@ -17,7 +17,6 @@ from megatron3d.analysis.planner import search as searching
 from megatron3d.analysis.planner.bounds import in_order, layout_groups
 from megatron3d.analysis.planner.fixed_keys import FixedKeys
 from megatron3d.analysis.planner.layout_bound import Bubbles
-from megatron3d.analysis.planner.nearby import nearby_problems, nearby_table, search_nearby
 from megatron3d.analysis.planner.options import (
     ContextChoice,
     LayoutChoice,
@@ -26,9 +25,9 @@ from megatron3d.analysis.planner.options import (
     signature,
     tensor_choices,
 )
-from megatron3d.analysis.planner.plan_report import beyond, places
+from megatron3d.analysis.planner.plan_report import places
 from megatron3d.analysis.planner.problem import PlanningProblem, PredictedLayout
-from megatron3d.analysis.planner.search import SearchResult, search
+from megatron3d.analysis.planner.search import SearchResult, search, worth_showing
 from megatron3d.config.cli import resolve
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
@@ -176,35 +175,21 @@ def test_context_ranks_are_chosen_for_long_sequences_only() -> None:
     assert found[131072].size > 1 and found[8192] == ContextChoice()
 
 
-def test_ranks_that_a_cluster_does_not_have_are_told() -> None:
-    cluster = problem().machine.network.cluster
-    assert list(beyond(cluster, 6144)) == []
-    assert "Perlmutter has 6,144 ranks: predicted as if its level network (20 GB/s) went on to 6,148" in next(
-        beyond(cluster, 6148)
+def test_layouts_that_differ_to_no_purpose_are_left_out() -> None:
+    """ZB-2P is ZB-H2 on two ranks; recomputation must save memory, or it only takes time."""
+    alone = TensorChoice("1d", "replicated", (1,))
+    first, same, other = (problem().plan(LayoutChoice(alone, 2, name, 1, 1)) for name in ("zb-h2", "zb-2p", "1f1b"))
+    assert (same.step.step_s, same.total_bytes) == (first.step.step_s, first.total_bytes)
+    assert worth_showing([other, first, same]) == [first, other]
+    again = replace(
+        first,
+        layout=replace(first.layout, recompute="selective"),
+        step=replace(first.step, step_s=1.001 * first.step.step_s),
     )
-
-
-def test_nearby_numbers_with_many_divisors_are_tried() -> None:
-    """Whole nodes, and batches that many data-parallel sizes divide; a layout there is the best of its tensor size."""
-    train = {"global_batch_size": 20, "precision": "bf16"}
-    here = PlanningProblem(Config.model_validate({"model": MODEL, "train": train}), 8192, "perlmutter", 20)
-    numbers = [(each.num_ranks, each.config.train.global_batch_size) for each in nearby_problems(here)]
-    assert numbers == [(16, 20), (24, 20), (20, 16), (20, 18), (20, 21), (20, 24)]
-    assert [each.num_ranks for each in nearby_problems(replace(here, num_ranks=1000))][:4] == [840, 960, 1008, 1080]
-    assert [each.num_ranks for each in nearby_problems(replace(here, num_ranks=3))][:1] == [3]
-    # No part of a second node.
-    assert {each.num_ranks for each in nearby_problems(replace(here, num_ranks=4))} == {3, 4}
-    (best,) = search(here, 1).plans
-    found = search_nearby(here, best)
-    assert found and {each.plan.layout.tensor.size for each in found} == {best.layout.tensor.size}
-    slow = replace(best, step=replace(best.step, step_s=2 * best.step.step_s))
-    table = nearby_table(here, slow, found)
-    speeds = [float(line.split(" %")[0].split()[-1]) for line in table[2:]]
-    assert len(speeds) == len(found) and speeds == sorted(speeds, reverse=True) and min(speeds) > 1
-    assert (
-        "none is more than 1 % faster"
-        in nearby_table(here, replace(best, step=replace(best.step, step_s=1e-9)), found)[0]
-    )
+    assert worth_showing([again, first]) == [first]
+    smaller = replace(again, library_bytes=again.library_bytes - int(0.02 * again.total_bytes))
+    assert worth_showing([smaller, first]) == [first, smaller]
+    assert worth_showing([again, same]) == [same, again]  # of another schedule
 
 
 def test_too_large_a_model_is_refused_with_reasons() -> None:
