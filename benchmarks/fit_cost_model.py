@@ -35,6 +35,7 @@ SCALES = {
     "hidden_tax": (0.3, 0.0, 0.0, 1.0),
     "host_layer_us": (2000.0, 0.0, 0.0, 2e4),
     "host_tensor_us": (2000.0, 0.0, 0.0, 2e4),
+    "host_pipeline_us": (2000.0, 0.0, 0.0, 2e4),
     "call_us": (50.0, 0.0, 0.0, 2e3),
     "inner": (0.5, 1.0, 0.5, 6.0),
     "outer": (0.5, 1.0, 0.5, 8.0),
@@ -42,7 +43,7 @@ SCALES = {
     "jitter": (0.02, 0.0, 0.0, 0.1),
 }
 # Where a search starts: a floor below all layers would not show in any derivative.
-START = {"host_layer_us": 1.5, "host_tensor_us": 0.5, "call_us": 0.5}
+START = {"host_layer_us": 1.5, "host_tensor_us": 0.5, "host_pipeline_us": 0.5, "call_us": 0.5}
 # The terms that a practice's rows can tell apart.
 TERMS = {
     "Megatron-LM, 2021": ("memory", "host_layer_us", "host_tensor_us", "call_us", "inner"),
@@ -50,7 +51,7 @@ TERMS = {
     "PyTorch FSDP on a100": ("products", "attention", "memory", "hidden_tax", "jitter"),
     "PyTorch FSDP on h100": ("products", "attention", "memory", "hidden_tax", "jitter"),
     "nanotron": (
-        *("attention", "memory", "hidden_tax", "host_layer_us", "host_tensor_us", "call_us"),
+        *("attention", "memory", "hidden_tax", "host_layer_us", "host_tensor_us", "host_pipeline_us", "call_us"),
         *("inner", "outer", "fall", "jitter"),
     ),
 }

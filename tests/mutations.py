@@ -125,6 +125,13 @@ MUTATIONS = [
         ("tests/unit/analysis/planner/test_search.py",),
     ),
     Mutation(
+        "hosts of tensor-parallel ranks cost the same, however many wait for one another",
+        "analysis/cost_model/host_floor.py",
+        "math.log2(math.prod(size for _, size in local.mode.axes))",
+        "float(math.prod(size for _, size in local.mode.axes) > 1)",
+        ("tests/unit/analysis/cost_model/test_fitted_terms.py",),
+    ),
+    Mutation(
         "layouts are refused for memory that counts their transfers twice",
         "analysis/memory_model/rank.py",
         "_with_peak(step, most_kept(step), 0)",

@@ -31,7 +31,8 @@ class FittedTerms(BaseModel):
         hidden_tax: slowdown of computation per second of communication that overlaps with it, on top of the
             multiprocessors that a collective takes.
         host_layer_us: time that the host needs to launch forward and backward of a layer for one microbatch.
-        host_tensor_us: the same on top with tensor parallelism.
+        host_tensor_us: the same on top for each doubling of tensor-parallel ranks, which wait for the slowest host.
+        host_pipeline_us: the same on top of it in pipelines, whose hosts wait for messages and cannot launch ahead.
         call_us: time of a collective on top of the cluster's.
         inner, outer: time of a collective's bytes inside a node and between nodes, relative to the cluster's links.
         fall: exponent with which `outer` grows with the nodes of a group.
@@ -51,6 +52,7 @@ class FittedTerms(BaseModel):
     hidden_tax: AtLeast0 = 0.0
     host_layer_us: AtLeast0 = 0.0
     host_tensor_us: AtLeast0 = 0.0
+    host_pipeline_us: AtLeast0 = 0.0
     call_us: AtLeast0 = 0.0
     inner: Factor = 1.0
     outer: Factor = 1.0

@@ -14,8 +14,9 @@ def host_floor(times: LayerTimes, local: LocalSizes, machine: Machine, repeats: 
 
     A forward is a third of them; `repeats` says whether the backward also recomputes the forward.
     """
-    fitted, splits = machine.profile.fitted, math.prod(size for _, size in local.mode.axes) > 1
-    third_s = 1e-6 * (fitted.host_layer_us + splits * fitted.host_tensor_us) / 3
+    fitted, doublings = machine.profile.fitted, math.log2(math.prod(size for _, size in local.mode.axes))
+    tensor_us = fitted.host_tensor_us + (fitted.host_pipeline_us if local.mesh.sizes["pipeline"] > 1 else 0.0)
+    third_s = 1e-6 * (fitted.host_layer_us + doublings * tensor_us) / 3
     thirds = 1, 1 + repeats, 1, 2 + repeats
 
     def floored(phase: TimeBreakdown, least_s: float) -> TimeBreakdown:

@@ -50,9 +50,21 @@ def test_each_term_slows_a_step_down(term: dict[str, float]) -> None:
 
 
 def test_host_time_of_tensor_parallelism_needs_it() -> None:
-    alone = {"tensor_model_parallel_size": 1}
-    assert seconds(FittedTerms(host_tensor_us=5000), **alone) == seconds(NEUTRAL, **alone)
+    alone = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 2}
+    assert seconds(FittedTerms(host_tensor_us=5000, host_pipeline_us=5000), **alone) == seconds(NEUTRAL, **alone)
     assert HOST == "waiting for the host"
+
+
+def test_host_time_grows_with_the_logarithm_of_tensor_ranks_and_with_a_pipeline() -> None:
+    """Eight layers; each doubling of tensor ranks halves the data ranks, and doubles the microbatches."""
+    us, sizes = 50_000, (2, 4, 8)
+    of_tensor = [seconds(FittedTerms(host_tensor_us=us), tensor_model_parallel_size=size) for size in sizes]
+    each = [step_s / (microbatches * 8 * us * 1e-6) for step_s, microbatches in zip(of_tensor, (4, 8, 16), strict=True)]
+    assert each == pytest.approx([1, 2, 3], rel=0.05)
+    split = {"pipeline_model_parallel_size": 2}
+    with_pipeline = seconds(FittedTerms(host_tensor_us=us, host_pipeline_us=us), **split)
+    assert with_pipeline == pytest.approx(2 * seconds(FittedTerms(host_tensor_us=us), **split), rel=0.05)
+    assert seconds(FittedTerms(host_pipeline_us=us)) == seconds(NEUTRAL)
 
 
 def test_jitter_grows_with_the_logarithm_of_ranks() -> None:
