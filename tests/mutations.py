@@ -1313,6 +1313,13 @@ MUTATIONS = [
         ("tests/unit/analysis/planner/test_fixed_keys.py",),
     ),
     Mutation(
+        "a cut search is sure of everything",
+        "analysis/planner/search.py",
+        "            least_s = bound.seconds\n",
+        "",
+        ("tests/unit/analysis/planner/test_cut_search.py",),
+    ),
+    Mutation(
         "recomputation that saves memory not shown",
         "analysis/planner/search.py",
         "plan.total_bytes > (1 - WORTH) * faster.total_bytes",

@@ -110,7 +110,7 @@ def run(arguments: argparse.Namespace) -> None:
         return
     resolved = read_config(arguments.config, arguments.overrides)
     problem = problem_of(arguments, resolved.config)
-    found = search(problem, arguments.top, arguments.modes)
+    found = search(problem, arguments.top, arguments.modes, arguments.thorough)
     best = found.plans[0]
     lines = [*result_table(found, problem), "", *explain_plan(best, problem, num_tokens(arguments, problem.config))]
     print("\n".join([*lines, *growing(problem.config)]))
@@ -241,6 +241,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=real(1, 1e18), help="of the run; default: those of train_iters")
     parser.add_argument("--top", type=whole(1, 1000), default=10, help="layouts that are printed (default: 10)")
     parser.add_argument("--modes", choices=list(MODES), nargs="+", default=list(MODES), help="only these tensor modes")
+    told = "search until no layout that was not predicted can be faster"
+    parser.add_argument("--thorough", action="store_true", help=told)
     parser.add_argument("--fix", nargs="+", default=[], metavar="KEY=VALUE", help="only layouts with these values")
     parser.add_argument("--practice", default=OURS.name, metavar="NAME", help="framework that trains (default: ours)")
     margin = "percent of memory that stays free (default: 8)"

@@ -37,15 +37,24 @@ WORTH = 0.01
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Fastest layouts in order, the number of layouts considered, and the reasons why others were refused."""
+    """Fastest layouts in order, the number of layouts considered, and the reasons why others were refused.
+
+    Attributes:
+        num_sure: plans of which it is sure that no layout is faster and absent; all of them, unless the search was cut.
+    """
 
     plans: Sequence[PredictedLayout]
     num_layouts: int
     rejected: Counter[str]
+    num_sure: int
 
 
-def search(problem: PlanningProblem, count: int = 10, modes: Sequence[str] = tuple(MODES)) -> SearchResult:
+def search(
+    problem: PlanningProblem, count: int = 10, modes: Sequence[str] = tuple(MODES), is_thorough: bool = False
+) -> SearchResult:
     """Return the `count` fastest layouts of these modes that fit.
+
+    Without `is_thorough` the search is cut after `MOST` predictions; the result says how far it is sure.
 
     Raises UserError where there is none, with the commonest reasons, or for values that every layout is refused for.
     For fixed values that no layout has together, it names the values that each may have next to the others.
@@ -59,10 +68,12 @@ def search(problem: PlanningProblem, count: int = 10, modes: Sequence[str] = tup
     if problem.fixed.values and not groups:
         _refuse_fixed(problem, modes)
     plans: list[PredictedLayout] = []
-    tried = 0
+    tried, least_s = 0, math.inf
+    most = math.inf if is_thorough else MOST
     for bound in in_order(groups):
         worst = plans[count - 1].step.step_s if len(plans) == count else math.inf
-        if tried >= MOST or bound.seconds > worst:
+        if tried >= most or bound.seconds > worst:
+            least_s = bound.seconds
             break
         layout = bound.layout
         config = layout.apply_to(problem.config)
@@ -86,7 +97,8 @@ def search(problem: PlanningProblem, count: int = 10, modes: Sequence[str] = tup
             f"--num-gpus {problem.num_ranks}: no layout of this model fits; use more GPUs, another "
             f"train.global_batch_size or a smaller model ({reasons})"
         )
-    return SearchResult(plans, sum(len(group.shapes) for group in groups) + rejected.total(), rejected)
+    num_sure = sum(plan.step.step_s <= least_s for plan in plans)
+    return SearchResult(plans, sum(len(group.shapes) for group in groups) + rejected.total(), rejected, num_sure)
 
 
 def worth_showing(plans: Sequence[PredictedLayout]) -> list[PredictedLayout]:
