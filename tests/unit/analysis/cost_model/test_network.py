@@ -30,6 +30,17 @@ def test_bandwidth_on_perlmutter(inside: int, ranks: int, gb_s: float) -> None:
     assert 100 / (seconds[1] - seconds[0]) == pytest.approx(gb_s, rel=0.02)
 
 
+def test_an_oversubscribed_fat_tree_is_one_level_more() -> None:
+    """One GPU of each pod leaves by its quarter of a link; a ring over all of them crosses with its node's 8 links."""
+    sizes = (("node", 8, 360), ("pod", 256, 40), ("spine", 4096, 10))
+    levels = tuple(NetworkLevel(name=name, ranks=ranks, gb_s=gb_s, latency_us=3) for name, ranks, gb_s in sizes)
+    network = Network(Cluster(name="tree", accelerator="none", levels=levels, source="none"))
+    here = Mesh((("between", 2), ("inside", 256)))
+    rates = {axes: network.bottleneck(here, axes) for axes in (("inside",), ("between",), ("between", "inside"))}
+    found = {axes: (rate / GIB, level.name) for axes, (rate, level) in rates.items()}
+    assert list(found.values()) == [(320, "pod"), (10, "spine"), (320, "pod")]
+
+
 def frontier() -> Cluster:
     """Return Frontier: 8 dies per node, 4 adapters of 25 GB/s; only the bandwidths between nodes."""
     node = NetworkLevel(name="node", ranks=8, gb_s=135, latency_us=3)
