@@ -106,8 +106,8 @@ MUTATIONS = [
     Mutation(
         "predictions of other frameworks leave out what their allocators hold",
         "analysis/memory_model/pipeline_ranks.py",
-        "reserved_memory(step.on_pipeline_rank(coord), terms)",
-        "reserved_memory(step.on_pipeline_rank(coord), NEUTRAL)",
+        "reserved_for(rank.memory, num_logits(here), terms)",
+        "reserved_for(rank.memory, num_logits(here), NEUTRAL)",
         ("tests/unit/analysis/memory_model/test_reserved.py",),
     ),
     Mutation(
@@ -134,8 +134,8 @@ MUTATIONS = [
     Mutation(
         "layouts are refused for memory that counts their transfers twice",
         "analysis/memory_model/rank.py",
-        "_with_peak(step, most_kept(step), 0)",
-        "_with_peak(step, sum(peak_activations(step)), peak_activations(step)[1])",
+        "_with_peak(most_kept(self._step), 0)",
+        "_with_peak(sum(peak_activations(self._step)), peak_activations(self._step)[1])",
         ("tests/unit/analysis/memory_model/test_pipeline_ranks.py",),
     ),
     Mutation(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 from megatron3d.model.architecture import Architecture
+from megatron3d.model.layer_kinds import pattern_length
 from megatron3d.model.params import param_specs, shares_embedding
 from megatron3d.model.stages import StageAssignment
 from megatron3d.parallel.latent import latent_axes
@@ -29,7 +31,9 @@ def communication_axes(arch: Architecture, mode: Mode, mesh: Mesh) -> tuple[Axes
     inner_features = mesh.nontrivial(inner_features)
     sets += [features, inner_tokens]
     sets += [inner_features[start:] for start in range(len(inner_features))]
-    reduced = [spec.reduce_axes(mesh) for spec in param_specs(arch, mode).values()]
+    one_of_each = replace(arch, num_layers=min(arch.num_layers, pattern_length(arch)))
+    specs = param_specs(one_of_each, mode).values()
+    reduced = [spec.reduce_axes(mesh) for spec in specs]
     sets += [
         *reduced,
         mesh.zero,
@@ -41,7 +45,7 @@ def communication_axes(arch: Architecture, mode: Mode, mesh: Mesh) -> tuple[Axes
         sets += [change.gathered for change in (*there, *back)]
     sets += [mode.context, *((axis,) for axis in mode.context), (*DATA, *mode.context)] if mode.context else []
     if arch.experts is not None:
-        shards = [mesh.without(mesh.zero, spec.axes) for spec in param_specs(arch, mode).values()]
+        shards = [mesh.without(mesh.zero, spec.axes) for spec in specs]
         copies = mesh.without((*DATA, *mode.context), (*mode.experts, *mode.etensor))
         sets += [(axis,) for axis in copies] if mode.pieces else []
         sets += [

@@ -145,7 +145,7 @@ def _last_places(values: Sequence[int]) -> dict[int, int]:
     return dict(zip(values, count(), strict=False))
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def execution_order(schedule: Schedule) -> ExecutionOrder:
     """Return the order of a valid schedule's computations.  Raises Deadlock where no rank can continue.
 

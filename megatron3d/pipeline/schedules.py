@@ -202,7 +202,7 @@ class _HashedOnce(tuple[tuple[Action, ...], ...]):
         return self._hash
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def _generated(name: str, p: int, m: int, v: int, costs: Costs) -> Schedule:
     """Return a schedule that exists; a planner asks for the same ones again and again."""
     return _HashedOnce(SCHEDULES[name].generate(p, m, v, costs))

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 
 from megatron3d.analysis.cost_model.fitted_terms import NEUTRAL, FittedTerms
-from megatron3d.analysis.memory_model.rank import RankMemory, least_bytes
-from megatron3d.analysis.memory_model.reserved import reserved_memory
+from megatron3d.analysis.memory_model.rank import MemoryOfRank, RankMemory
+from megatron3d.analysis.memory_model.reserved import num_logits, reserved_for
 from megatron3d.analysis.memory_model.step_spec import StepSpec
 
 # Pipelines of at most this number of ranks are looked at in full.
@@ -25,10 +25,12 @@ def fitting_rank_memory(step: StepSpec, most: float, terms: FittedTerms = NEUTRA
     """Return the memory of the pipeline rank that needs most, or None as soon as one is found that needs more bytes
     than `most`: the others are not looked at."""
     found: list[RankMemory] = []
-    if terms == NEUTRAL and least_bytes(step.on_pipeline_rank(0)) > most:
-        return None
     for coord in candidates(step):
-        found.append(reserved_memory(step.on_pipeline_rank(coord), terms))
+        here = step.on_pipeline_rank(coord)
+        rank = MemoryOfRank(here)
+        if terms == NEUTRAL and rank.least_bytes > most:
+            return None
+        found.append(reserved_for(rank.memory, num_logits(here), terms))
         if found[-1].total > most:
             return None
     return max(found, key=lambda each: each.total)

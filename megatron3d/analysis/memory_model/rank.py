@@ -69,31 +69,43 @@ def predict_memory(spec: RunSpec, kernels: KernelMemory = KERNELS["cpu"]) -> Ran
 
 def rank_memory(step: StepSpec) -> RankMemory:
     """Return the memory of the rank that the step's mesh is seen from."""
-    return _with_peak(step, *peak_activations(step))
+    return MemoryOfRank(step).memory
 
 
-def least_bytes(step: StepSpec) -> int:
-    """Return a lower bound of the total of `rank_memory`: that without residual shards, which takes no lowering."""
-    return _with_peak(step, most_kept(step), 0).total
+class MemoryOfRank:
+    """Memory of the rank that a step's mesh is seen from, and a lower bound that takes less to find."""
 
+    def __init__(self, step: StepSpec) -> None:
+        self._step, self._pieces = step, flat_buffer_sizes(step)
+        self._buffers, self._transient_peaks = sum(buffers(step).values()), transient_peaks(step)
 
-def _with_peak(step: StepSpec, activations: int, shards: int) -> RankMemory:
-    """Return the memory of a rank with these bytes of activations and of residual shards at their peak."""
-    local = step.local
-    is_narrow = local.itemsize < local.wide
-    pieces = flat_buffer_sizes(step)
-    mine, whole = sum(piece.shard for piece in pieces), sum(piece.shard * piece.num_shards for piece in pieces)
-    held = [(piece.size, piece.shard) for piece in pieces]
-    between_steps = (0 if is_narrow else mine) if step.shards(3) else whole
-    return RankMemory(
-        weights=between_steps * local.itemsize,
-        main_weights=mine * local.wide if is_narrow else 0,
-        gradients=(mine if step.shards(2) else whole) * local.wide,
-        optimizer=mine * sum(step.moment_itemsizes),
-        activations=activations,
-        buffers=shards + sum(buffers(step).values()),
-        transient_peaks=transient_peaks(step) | step_end_peaks(step, held, activations + shards),
-    )
+    @property
+    def memory(self) -> RankMemory:
+        """The memory."""
+        return self._with_peak(*peak_activations(self._step))
+
+    @property
+    def least_bytes(self) -> int:
+        """A lower bound of its total: without residual shards in transfer, which takes no lowering."""
+        return self._with_peak(most_kept(self._step), 0).total
+
+    def _with_peak(self, activations: int, shards: int) -> RankMemory:
+        """Return the memory with these bytes of activations and of residual shards at their peak."""
+        step, local = self._step, self._step.local
+        is_narrow = local.itemsize < local.wide
+        mine = sum(piece.shard for piece in self._pieces)
+        whole = sum(piece.shard * piece.num_shards for piece in self._pieces)
+        held = [(piece.size, piece.shard) for piece in self._pieces]
+        between_steps = (0 if is_narrow else mine) if step.shards(3) else whole
+        return RankMemory(
+            weights=between_steps * local.itemsize,
+            main_weights=mine * local.wide if is_narrow else 0,
+            gradients=(mine if step.shards(2) else whole) * local.wide,
+            optimizer=mine * sum(step.moment_itemsizes),
+            activations=activations,
+            buffers=shards + self._buffers,
+            transient_peaks=self._transient_peaks | step_end_peaks(step, held, activations + shards),
+        )
 
 
 class FlatBufferSize(NamedTuple):

@@ -7,7 +7,7 @@ import pytest
 from megatron3d.analysis.memory_model.activation_peaks import residual_shards
 from megatron3d.analysis.memory_model.kernel_memory import KERNELS
 from megatron3d.analysis.memory_model.pipeline_ranks import candidates, fitting_rank_memory, largest_rank_memory
-from megatron3d.analysis.memory_model.rank import least_bytes, rank_memory
+from megatron3d.analysis.memory_model.rank import MemoryOfRank, rank_memory
 from megatron3d.analysis.memory_model.step_spec import make_step_spec
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
@@ -41,4 +41,4 @@ def test_the_lower_bound_leaves_out_residual_shards_alone(schedule: str, zero_st
     for coord in range(4):
         here = step.on_pipeline_rank(coord)
         whole, most_shards = rank_memory(here).total, max(residual_shards(here))
-        assert whole - most_shards * here.local.residual <= least_bytes(here) <= whole
+        assert whole - most_shards * here.local.residual <= MemoryOfRank(here).least_bytes <= whole
