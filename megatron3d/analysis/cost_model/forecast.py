@@ -29,7 +29,9 @@ from megatron3d.parallel.mesh import Mesh
 
 # Steps to measure before the comparison; errors below this fraction of the step are not explained.
 STEPS, NEAR = 20, 0.1
+# Clusters that tools/calibrate.py writes.
 LOCAL = "local"
+CALIBRATED = (LOCAL, "local_gpu")
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ class Forecast:
             DATA: "that the next batch is read while the step runs; the file system or the tokenizer is slower",
         }
         reason = self._link(kind) if is_exposed(kind) else reasons[kind]
-        again = "; run tools/calibrate.py again" if self.cluster == LOCAL and kind != DATA else ""
+        again = "; run tools/calibrate.py again" if self.cluster in CALIBRATED and kind != DATA else ""
         return f"{kind} is {missing_s:+.4g} s off: it assumes {reason}{again}"
 
     def _link(self, kind: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,9 @@ def test_the_verdict_names_the_assumption_that_is_off() -> None:
     slow = {**parts, "computation": parts["computation"] + 0.2 * seconds, "data": 0.5 * seconds}
     worst, next_one = (line for line in found.compare(1.7 * seconds, slow) if "it assumes" in line)
     assert worst.startswith("data is +") and "next batch" in worst
+    assert not next_one.endswith("again")
+    (own,) = (line for line in replace(found, cluster="local_gpu").compare(1.7 * seconds, slow) if "GEMMs at" in line)
+    assert own.endswith("; run tools/calibrate.py again")
     assert next_one.startswith("computation is +") and "TFLOP/s and memory at" in next_one and "a100.yaml" in next_one
 
 
