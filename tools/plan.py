@@ -46,6 +46,18 @@ from megatron3d.runtime.files import write_figure, write_text
 from megatron3d.runtime.limits import MAX_RANKS
 from megatron3d.runtime.tool_main import run_tool
 
+# Options next to those of a task that is not a search.
+ONE_LAYOUT = ("cluster", "num_gpus", "vocab_size", "practice", "picture", "overrides")
+USED: Mapping[str, Sequence[str]] = {
+    "predict": ("output", "cluster"),
+    "compare": ONE_LAYOUT,
+    "explain": (*ONE_LAYOUT, "config", "tokens", "memory_margin"),
+}
+
+
+def _option(name: str) -> str:
+    return "section.key=value" if name == "overrides" else f"--{name.replace('_', '-')}"
+
 
 def layout_of(config: Config) -> LayoutChoice:
     """Return the layout that a configuration chooses."""
@@ -84,6 +96,19 @@ def planned(arguments: argparse.Namespace, path: Path) -> tuple[PredictedLayout,
     config = resolve(path, arguments.overrides, arguments.num_gpus, elsewhere=True).config
     problem = problem_of(arguments, config)
     return problem.predicted(layout_of(config), config), problem
+
+
+def check_options(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Raise UserError for options that the task does not use, and for files in folders that are not there."""
+    task = next((task for task in USED if getattr(arguments, task)), None)
+    if task:
+        given = (name for name, value in vars(arguments).items() if value and value != parser.get_default(name))
+        unused = [name for name in given if name not in (task, *USED[task])]
+        UserError.collect([f"{_option(name)}: not with --{task}; leave it out" for name in unused])
+    for name in ("output", "picture"):
+        path = getattr(arguments, name)
+        if path and not path.parent.is_dir():
+            raise UserError(f"--{name} {path}: {path.parent} is no folder; make it, or use another")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -160,8 +185,6 @@ def growing(config: Config) -> Iterator[str]:
 
 def write(plan: PredictedLayout, resolved: Resolved, path: Path, num_ranks: int) -> None:
     """Write the configuration with the layout, which `pretrain_gpt.py --check --world-size N` accepts."""
-    if not path.parent.is_dir():
-        raise UserError(f"--output {path}: {path.parent} is no folder; make it, or use another")
     chosen = plan.layout.apply_to(resolved.config)
     origins = {
         key: "planned" if _value(chosen, key) != _value(resolved.config, key) else origin
@@ -262,7 +285,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="also the best speed on N ranks; the batch grows with them",
     )
     parser.add_overrides("values that replace those in the file")
-    return run_tool(run, parser, argv)
+
+    def checked(arguments: argparse.Namespace) -> None:
+        check_options(arguments, parser)
+        run(arguments)
+
+    return run_tool(checked, parser, argv)
 
 
 if __name__ == "__main__":

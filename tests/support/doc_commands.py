@@ -141,7 +141,8 @@ def smaller(program: str, typed: Sequence[str]) -> Sequence[str]:
     if "--check" in typed or "--compare" in typed or not any(word.startswith("configs/") for word in typed):
         return ()
     small = FEW_LAYERS if "--dry-run" in typed else TINY
-    return {"pretrain_gpt.py": small, "tools/plan.py": (*FEW_LAYERS, "--modes", "1d")}.get(program, ())
+    searched = () if "--explain" in typed else ("--modes", "1d")
+    return {"pretrain_gpt.py": small, "tools/plan.py": (*FEW_LAYERS, *searched)}.get(program, ())
 
 
 def begin(program: str, typed: Words) -> int:

@@ -95,6 +95,23 @@ def test_the_tool_writes_rows_and_their_errors(tmp_path: Path, capsys: pytest.Ca
     assert "--output: missing" in told and "no such file" in told and "--num-gpus: missing" in told
 
 
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--predict", "x", "--output", "y", "--practice", "nanotron"], "--practice: not with --predict"),
+        (["--predict", "x", "--output", "y", "--num-gpus", "8"], "--num-gpus: not with --predict"),
+        (["--explain", "--config", "x", "--fix", "zero_stage=1"], "--fix: not with --explain"),
+        (["--compare", "x", "y", "--memory-margin", "5"], "--memory-margin: not with --compare"),
+        (["--predict", "x", "--output", "nowhere/y"], "--output nowhere/y: nowhere is no folder"),
+    ],
+)
+def test_options_that_a_task_does_not_use_are_refused(
+    words: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tool.main(words) == 2
+    assert reason in capsys.readouterr().err
+
+
 def test_errors_by_group() -> None:
     """Positive errors are too fast; the regret is of the layout that is predicted best."""
     rows = [
