@@ -104,10 +104,31 @@ MUTATIONS = [
         ("tests/unit/analysis/memory_model/test_reserved.py",),
     ),
     Mutation(
+        "a filled stage takes a layer more when it has its part exactly",
+        "analysis/cost_model/stage_division.py",
+        ">= (stage + 1) * total",
+        "> (stage + 1) * total",
+        ("tests/unit/analysis/cost_model/test_stage_division.py",),
+    ),
+    Mutation(
+        "hosts launch the forwards of all microbatches in flight ahead",
+        "analysis/memory_model/reserved.py",
+        "_DONE = 2",
+        "_DONE = 0",
+        ("tests/unit/analysis/memory_model/test_reserved.py",),
+    ),
+    Mutation(
+        "buckets count where nothing is reduced",
+        "analysis/memory_model/reserved.py",
+        "local.mesh.size(local.mesh.zero) > 1",
+        "local.mesh.size(local.mesh.zero) > 0",
+        ("tests/unit/analysis/memory_model/test_reserved.py",),
+    ),
+    Mutation(
         "predictions of other frameworks leave out what their allocators hold",
         "analysis/memory_model/pipeline_ranks.py",
-        "reserved_for(rank.memory, num_logits(here), terms)",
-        "reserved_for(rank.memory, num_logits(here), NEUTRAL)",
+        "reserved_for(rank.memory, here, profile)",
+        "reserved_for(rank.memory, here, OURS)",
         ("tests/unit/analysis/memory_model/test_reserved.py",),
     ),
     Mutation(
@@ -127,8 +148,8 @@ MUTATIONS = [
     Mutation(
         "hosts of tensor-parallel ranks cost the same, however many wait for one another",
         "analysis/cost_model/host_floor.py",
-        "math.log2(math.prod(size for _, size in local.mode.axes))",
-        "float(math.prod(size for _, size in local.mode.axes) > 1)",
+        "math.prod(sizes.values()) - 1",
+        "min(math.prod(sizes.values()) - 1, 1)",
         ("tests/unit/analysis/cost_model/test_fitted_terms.py",),
     ),
     Mutation(

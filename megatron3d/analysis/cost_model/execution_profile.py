@@ -7,7 +7,7 @@ differ from it in these numbers alone (`practices.py`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from megatron3d.analysis.cost_model.fitted_terms import NEUTRAL, FittedTerms
 
@@ -60,8 +60,10 @@ class ExecutionProfile:
         ring_panels: linears move their operands in as many panels as ranks, each overlapping with the GEMM of another.
         validates_later: with a split backward, ranks start their optimizer step without waiting for each other and
             validate the gradient norm later, so that the slowest rank's own time decides (Qi et al. 2023, section 4).
-        fills_stages: pipeline stages are filled with layers one after another (`stage_division.py`), not balanced.
+        stage_division: how layers are divided into pipeline stages: `balanced` as here, `equal`, or `filled` one after
+            another (`stage_division.py`).
         reduces_buckets: each bucket of gradients is reduced, and its weights all-gathered, with a latency of its own.
+        bucket_itemsize: bytes of an element of buckets that hold all gradients a second time where ranks reduce them.
         fitted: terms that are fitted to published runs (`practices.py`).
     """
 
@@ -90,8 +92,9 @@ class ExecutionProfile:
     overlaps_input_grad: bool = True
     overlaps_shared_experts: bool = False
     validates_later: bool = False
-    fills_stages: bool = False
+    stage_division: Literal["balanced", "equal", "filled"] = "balanced"
     reduces_buckets: bool = False
+    bucket_itemsize: int = 0
     fitted: FittedTerms = NEUTRAL
 
     def unfused_scores(self, is_capped: bool) -> MemoryAccesses | None:

@@ -3,8 +3,8 @@
     GEMMs, attention, other kernels, bytes on links   x factor
     host time of a layer                              a floor under its kernels
     collective                                        + time of a call, + time of each step of a ring between nodes
-    step                                              x (1 + jitter log2(ranks))
-    memory of state, of activations                   x factor, + bytes of the logits of a whole microbatch
+    step                                              x (1 + jitter log2(data-parallel ranks))
+    memory of activations, of gathered inputs         x factor, + bytes of the logits of a whole microbatch
 
 Neutral values leave a prediction as it is without them.
 """
@@ -31,15 +31,19 @@ class FittedTerms(BaseModel):
         hidden_tax: slowdown of computation per second of communication that overlaps with it, on top of the
             multiprocessors that a collective takes.
         host_layer_us: time that the host needs to launch forward and backward of a layer for one microbatch.
-        host_tensor_us: the same on top for each doubling of tensor-parallel ranks, which wait for the slowest host.
-        host_pipeline_us: the same on top of it in pipelines, whose hosts wait for messages and cannot launch ahead.
+        host_tensor_us: the same on top for each other tensor-parallel rank, whose hosts wait for one another.
+        host_pipeline_us, host_pipeline_tensor_us: the same on top of both where such ranks are in a pipeline, whose
+            hosts wait for messages and cannot launch ahead.
+        host_nodes: exponent with which all of these grow with the nodes of a tensor-parallel group.
         call_us: time of a collective on top of the cluster's.
+        hop_us: time of each step of a ring between nodes on top of the cluster's.
         inner, outer: time of a collective's bytes inside a node and between nodes, relative to the cluster's links.
         fall: exponent with which `outer` grows with the nodes of a group.
-        jitter: part of a step that is lost for each doubling of ranks.
-        state_memory: bytes reserved for weights, gradients, optimizer state and buffers, relative to those tensors.
+        jitter: part of a step that is lost for each doubling of data-parallel ranks.
         activation_memory: bytes reserved for activations and transient tensors, relative to those tensors.
         logit_memory: bytes reserved for each logit of a whole microbatch, where the loss takes no chunks.
+        gathered_memory: bytes reserved for gathered inputs of linears that a host launches ahead of its accelerator,
+            relative to those tensors (`reserved.py`).
         spread: 10th and 90th percentile of measured over predicted step times in the held-out folds.
         memory_spread: the same of reserved over predicted bytes of memory.
     """
@@ -53,14 +57,17 @@ class FittedTerms(BaseModel):
     host_layer_us: AtLeast0 = 0.0
     host_tensor_us: AtLeast0 = 0.0
     host_pipeline_us: AtLeast0 = 0.0
+    host_pipeline_tensor_us: AtLeast0 = 0.0
+    host_nodes: Annotated[float, Field(ge=0, le=3)] = 0.0
     call_us: AtLeast0 = 0.0
+    hop_us: AtLeast0 = 0.0
     inner: Factor = 1.0
     outer: Factor = 1.0
     fall: Annotated[float, Field(ge=0, le=3)] = 0.0
     jitter: Annotated[float, Field(ge=0, le=1)] = 0.0
-    state_memory: AtLeast1 = 1.0
     activation_memory: AtLeast1 = 1.0
     logit_memory: AtLeast0 = 0.0
+    gathered_memory: AtLeast0 = 0.0
     spread: tuple[Factor, Factor] = (0.8, 1.25)
     memory_spread: tuple[Factor, Factor] = (0.8, 1.25)
 

@@ -14,12 +14,20 @@ def host_floor(times: LayerTimes, local: LocalSizes, machine: Machine, repeats: 
 
     A forward is a third of them; `repeats` says whether the backward also recomputes the forward.
     """
-    fitted, doublings = machine.profile.fitted, math.log2(math.prod(size for _, size in local.mode.axes))
-    tensor_us = fitted.host_tensor_us + (fitted.host_pipeline_us if local.mesh.sizes["pipeline"] > 1 else 0.0)
-    third_s = 1e-6 * (fitted.host_layer_us + doublings * tensor_us) / 3
+    third_s = 1e-6 * _host_us(local, machine) / 3
     thirds = 1, 1 + repeats, 1, 2 + repeats
 
     def floored(phase: TimeBreakdown, least_s: float) -> TimeBreakdown:
         return phase.plus(TimeBreakdown({HOST: least_s - phase.total})) if phase.total < least_s else phase
 
     return LayerTimes(*(floored(phase, count * third_s) for phase, count in zip(times, thirds, strict=True)))
+
+
+def _host_us(local: LocalSizes, machine: Machine) -> float:
+    """Return the microseconds that the hosts of a tensor-parallel group need for a layer."""
+    fitted, sizes = machine.profile.fitted, dict(local.mode.axes)
+    others = math.prod(sizes.values()) - 1
+    host_us = fitted.host_layer_us + others * fitted.host_tensor_us
+    if others and local.mesh.sizes["pipeline"] > 1:
+        host_us += fitted.host_pipeline_us + others * fitted.host_pipeline_tensor_us
+    return host_us * float(machine.network.num_nodes(local.mesh, tuple(sizes)) ** fitted.host_nodes)

@@ -67,8 +67,8 @@ class Network:
 
     def _byte_factor(self, members: list[int]) -> float:
         """Return the fitted time of bytes relative to the links': it grows with the nodes of a group."""
-        ranks, inside = members[-1], members[-2] if len(members) > 1 else members[-1]
-        return self.fitted.outer * (ranks / inside) ** self.fitted.fall if ranks > inside else self.fitted.inner
+        nodes = _num_nodes(members)
+        return self.fitted.outer * nodes**self.fitted.fall if nodes > 1 else self.fitted.inner
 
     def _shared(self, latency_s: float, bytes_s: float, part: float) -> float:
         """Return the seconds of a collective of a fraction `part` of all ranks, which share CPU cores.
@@ -82,16 +82,21 @@ class Network:
         busy, waits = self.cluster.bytes_busy, max(part, least)
         return latency_s + bytes_s * (busy * slowdown + (1 - busy) * waits)
 
+    def num_nodes(self, mesh: Mesh, axes: Axes) -> int:
+        """Return the number of nodes of a group."""
+        return _num_nodes(self._members(mesh, axes))
+
     def bottleneck(self, mesh: Mesh, axes: Axes) -> tuple[float, NetworkLevel]:
         """Return the bytes per second of a ring along axes, and the level that limits it."""
         return self._bottleneck(self._members(mesh, axes))
 
     def _latency_s(self, members: list[int], rounds: int) -> float:
         """Return the latency of a ring inside the innermost level, and of a tree, or a shorter ring, over its units."""
-        total, below = 0.0, 1
+        is_ring = rounds == 1
+        total, below = is_ring * (_num_nodes(members) - 1) * self.fitted.hop_us * 1e-6, 1
         for level, count in zip(self.cluster.levels, members, strict=True):
             units = count // below
-            steps = units - 1 if rounds == 1 else min(units - 1, math.ceil(math.log2(units))) if units > 1 else 0
+            steps = units - 1 if is_ring else min(units - 1, math.ceil(math.log2(units))) if units > 1 else 0
             total += rounds * steps * level.latency_us * 1e-6
             below = count
         return total
@@ -104,6 +109,11 @@ class Network:
                 found.append((links * level.gb_s * 1e9, level))
             below = count
         return min(found, key=lambda each: each[0])
+
+
+def _num_nodes(members: list[int]) -> int:
+    """Return the number of nodes of a group by its members in one unit of each level."""
+    return members[-1] // (members[-2] if len(members) > 1 else members[-1])
 
 
 def members_by_level(cluster: Cluster, mesh: Mesh, axes: Axes) -> list[int]:

@@ -37,6 +37,7 @@ PYTORCH = ExecutionProfile("PyTorch", logit_bytes=44.0, optimizer_bytes=38.0)
 # back (4 + 2).
 MEGATRON_2021 = ExecutionProfile(
     "Megatron-LM, 2021",
+    stage_division="equal",
     fuses_attention=False,
     scores=MemoryAccesses(4.0, 5.5, 2),
     dropout=MemoryAccesses(0.5, 2.5),
@@ -69,6 +70,7 @@ ZERO_BUBBLE = replace(MEGATRON_2023, name="Zero Bubble, 2023", validates_later=T
 # `--overlap-grad-reduce`, `--overlap-param-gather`.
 MEGATRON_CORE = ExecutionProfile(
     "Megatron-Core 0.8",
+    stage_division="equal",
     grad_bytes=8.0,
     fuses_grad_sum=True,
     layout=NO_ACCESS,
@@ -97,7 +99,8 @@ LLM_C = ExecutionProfile(
 PYTORCH_FSDP = replace(PYTORCH, name="PyTorch FSDP")
 
 # nanotron (Hugging Face): eager kernels of torch with FlashAttention 2; the distributed optimizer's all-gather and the
-# sends of the pipeline are not overlapped, the gradient reduction is, in the buckets of torch's DDP.
+# sends of the pipeline are not overlapped, the gradient reduction is, in the buckets of torch's DDP, which hold the
+# bf16 gradients beside those that are accumulated in fp32.
 NANOTRON = replace(
     PYTORCH,
     name="nanotron",
@@ -105,8 +108,9 @@ NANOTRON = replace(
     overlaps_gather=False,
     overlaps_pipeline=False,
     overlaps_input_grad=False,
-    fills_stages=True,
+    stage_division="filled",
     reduces_buckets=True,
+    bucket_itemsize=2,
 )
 
 # Megatron-DeepSpeed: kernels of Megatron-LM of its time, gradients reduced in 16 bits and overlapped.

@@ -154,7 +154,7 @@ def step_time(step: SimulatedStep) -> TimePrediction:
     parts = busy[worst].plus(waits)
     bubble = max(0.0, line.total_s - busy[worst].total)
     whole_s = line.total_s + waits.total + optimizer
-    late_s = whole_s * step.machine.profile.fitted.jitter * math.log2(step.mesh.world_size)
+    late_s = whole_s * step.machine.profile.fitted.jitter * math.log2(step.mesh.size(step.mesh.zero))
     return TimePrediction(whole_s + late_s, parts, bubble + late_s, optimizer)
 
 

@@ -5,32 +5,32 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from megatron3d.analysis.cost_model.fitted_terms import NEUTRAL, FittedTerms
+from megatron3d.analysis.cost_model.execution_profile import OURS, ExecutionProfile
 from megatron3d.analysis.memory_model.rank import MemoryOfRank, RankMemory
-from megatron3d.analysis.memory_model.reserved import num_logits, reserved_for
+from megatron3d.analysis.memory_model.reserved import reserved_for
 from megatron3d.analysis.memory_model.step_spec import StepSpec
 
 # Pipelines of at most this number of ranks are looked at in full.
 FEW = 8
 
 
-def largest_rank_memory(step: StepSpec, terms: FittedTerms = NEUTRAL) -> RankMemory:
-    """Return the memory of the pipeline rank that needs most, as a practice with these terms reserves it."""
-    found = fitting_rank_memory(step, math.inf, terms)
+def largest_rank_memory(step: StepSpec, profile: ExecutionProfile = OURS) -> RankMemory:
+    """Return the memory of the pipeline rank that needs most, as a framework with this profile reserves it."""
+    found = fitting_rank_memory(step, math.inf, profile)
     assert found is not None, "every memory fits into infinite memory"
     return found
 
 
-def fitting_rank_memory(step: StepSpec, most: float, terms: FittedTerms = NEUTRAL) -> RankMemory | None:
+def fitting_rank_memory(step: StepSpec, most: float, profile: ExecutionProfile = OURS) -> RankMemory | None:
     """Return the memory of the pipeline rank that needs most, or None as soon as one is found that needs more bytes
     than `most`: the others are not looked at."""
     found: list[RankMemory] = []
     for coord in candidates(step):
         here = step.on_pipeline_rank(coord)
         rank = MemoryOfRank(here)
-        if terms == NEUTRAL and rank.least_bytes > most:
+        if rank.least_bytes > most:  # no framework reserves less than the tensors
             return None
-        found.append(reserved_for(rank.memory, num_logits(here), terms))
+        found.append(reserved_for(rank.memory, here, profile))
         if found[-1].total > most:
             return None
     return max(found, key=lambda each: each.total)

@@ -98,12 +98,12 @@ class PlanningProblem:
     def memory(self, spec: RunSpec) -> RankMemory:
         """Predict the memory of the rank that needs most."""
         simulated, _ = simulated_specs(spec)
-        return largest_rank_memory(make_step_spec(simulated, KERNELS["gpu"]), self.profile.fitted)
+        return largest_rank_memory(make_step_spec(simulated, KERNELS["gpu"]), self.profile)
 
     def fitting_memory(self, spec: RunSpec) -> RankMemory | None:
         """Predict the memory of the rank that needs most; None if a rank needs more than it may use."""
         simulated, _ = simulated_specs(spec)
-        return fitting_rank_memory(make_step_spec(simulated, KERNELS["gpu"]), self.memory_bytes, self.profile.fitted)
+        return fitting_rank_memory(make_step_spec(simulated, KERNELS["gpu"]), self.memory_bytes, self.profile)
 
     def library_bytes(self, spec: RunSpec) -> int:
         """Predict what libraries hold outside torch's allocator, on the pipeline rank with most links."""

@@ -11,6 +11,7 @@ from typing import Any
 from megatron3d.analysis.cost_model.execution_profile import ExecutionProfile
 from megatron3d.analysis.cost_model.layer import Machine
 from megatron3d.analysis.cost_model.practices import MEGATRON_2021, MEGATRON_CORE
+from megatron3d.analysis.cost_model.stage_division import divided_as
 from megatron3d.analysis.cost_model.step import SimulatedStep, load_machine, simulated_step, step_time
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
@@ -47,7 +48,7 @@ def run(row: Row, num_stages: int = 1, **train: Any) -> Config:
 def step_of(config: Config, num_gpus: int, machine: Machine) -> SimulatedStep:
     """Return the predicted step of a run."""
     assert config.model.vocab_size is not None, "published runs have a vocabulary"
-    return simulated_step(RunSpec(config, num_gpus), machine)
+    return simulated_step(divided_as(RunSpec(config, num_gpus), machine.profile), machine)
 
 
 DROPOUTS = {"hidden_dropout": 0.1, "attention_dropout": 0.1}

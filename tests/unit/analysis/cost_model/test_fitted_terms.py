@@ -35,6 +35,7 @@ def seconds(fitted: FittedTerms, **parallel: object) -> float:
         {"host_layer_us": 5000.0},
         {"host_tensor_us": 5000.0},
         {"call_us": 100.0},
+        {"hop_us": 500.0},
         {"inner": 3.0},
         {"outer": 3.0},
         {"fall": 1.0},
@@ -51,24 +52,39 @@ def test_each_term_slows_a_step_down(term: dict[str, float]) -> None:
 
 def test_host_time_of_tensor_parallelism_needs_it() -> None:
     alone = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 2}
-    assert seconds(FittedTerms(host_tensor_us=5000, host_pipeline_us=5000), **alone) == seconds(NEUTRAL, **alone)
+    terms = FittedTerms(host_tensor_us=5000, host_pipeline_us=5000, host_pipeline_tensor_us=5000, host_nodes=1)
+    assert seconds(terms, **alone) == seconds(NEUTRAL, **alone)
     assert HOST == "waiting for the host"
 
 
-def test_host_time_grows_with_the_logarithm_of_tensor_ranks_and_with_a_pipeline() -> None:
+def test_host_time_grows_with_the_other_tensor_ranks_their_nodes_and_a_pipeline() -> None:
     """Eight layers; each doubling of tensor ranks halves the data ranks, and doubles the microbatches."""
     us, sizes = 50_000, (2, 4, 8)
     of_tensor = [seconds(FittedTerms(host_tensor_us=us), tensor_model_parallel_size=size) for size in sizes]
     each = [step_s / (microbatches * 8 * us * 1e-6) for step_s, microbatches in zip(of_tensor, (4, 8, 16), strict=True)]
-    assert each == pytest.approx([1, 2, 3], rel=0.05)
-    split = {"pipeline_model_parallel_size": 2}
-    with_pipeline = seconds(FittedTerms(host_tensor_us=us, host_pipeline_us=us), **split)
-    assert with_pipeline == pytest.approx(2 * seconds(FittedTerms(host_tensor_us=us), **split), rel=0.05)
-    assert seconds(FittedTerms(host_pipeline_us=us)) == seconds(NEUTRAL)
+    assert each == pytest.approx([1, 3, 7], rel=0.05)
+    split = {"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 4}
+    alone = seconds(FittedTerms(host_tensor_us=us), **split)
+    assert seconds(FittedTerms(host_tensor_us=us, host_pipeline_us=3 * us), **split) == pytest.approx(
+        2 * alone, rel=0.05
+    )
+    more = FittedTerms(host_tensor_us=us, host_pipeline_tensor_us=us)
+    assert seconds(more, **split) == pytest.approx(2 * alone, rel=0.05)
+    assert seconds(FittedTerms(host_pipeline_us=us, host_pipeline_tensor_us=us)) == seconds(NEUTRAL)
+    across = {"tensor_model_parallel_size": 16}
+    far, near = (seconds(FittedTerms(host_layer_us=us, host_nodes=value), **across) for value in (1, 0))
+    assert far == pytest.approx(2 * near, rel=0.05)
+    in_a_node = (seconds(FittedTerms(host_layer_us=us, host_nodes=value)) for value in (1, 0))
+    assert len({*in_a_node}) == 1
 
 
-def test_jitter_grows_with_the_logarithm_of_ranks() -> None:
-    assert seconds(FittedTerms(jitter=0.01)) == pytest.approx(1.05 * seconds(NEUTRAL))
+def test_jitter_grows_with_the_logarithm_of_data_parallel_ranks() -> None:
+    assert seconds(FittedTerms(jitter=0.01)) == pytest.approx(1.04 * seconds(NEUTRAL))
+
+
+def test_steps_of_a_ring_count_between_nodes_only() -> None:
+    inside = {"tensor_model_parallel_size": 8, "zero_stage": 0}
+    assert seconds(FittedTerms(hop_us=500), **inside) == seconds(NEUTRAL, **inside)
 
 
 def test_fitted_terms_belong_to_practices() -> None:
