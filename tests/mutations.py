@@ -104,6 +104,13 @@ MUTATIONS = [
         ("tests/unit/analysis/memory_model/test_reserved.py",),
     ),
     Mutation(
+        "torch recomputes a layer as a whole in predictions",
+        "analysis/cost_model/layer.py",
+        "GEMMS: -planned[FC2].gemm_s",
+        "GEMMS: 0.0 * planned[FC2].gemm_s",
+        ("tests/unit/analysis/cost_model/test_recomputation.py",),
+    ),
+    Mutation(
         "a filled stage takes a layer more when it has its part exactly",
         "analysis/cost_model/stage_division.py",
         ">= (stage + 1) * total",

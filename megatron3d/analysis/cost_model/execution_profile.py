@@ -57,6 +57,7 @@ class ExecutionProfile:
             receivers (Megatron-LM's scatter/gather).
         overlaps_input_grad: the reduction of a linear's input gradient overlaps with its wgrad GEMM.
         overlaps_shared_experts: tokens are on their way to the ranks of their experts during the shared experts' GEMMs.
+        stops_recomputation: the recomputation of a layer ends before its last linear: backward needs only its input.
         ring_panels: linears move their operands in as many panels as ranks, each overlapping with the GEMM of another.
         validates_later: with a split backward, ranks start their optimizer step without waiting for each other and
             validate the gradient norm later, so that the slowest rank's own time decides (Qi et al. 2023, section 4).
@@ -91,6 +92,7 @@ class ExecutionProfile:
     ring_panels: bool = False
     overlaps_input_grad: bool = True
     overlaps_shared_experts: bool = False
+    stops_recomputation: bool = False
     validates_later: bool = False
     stage_division: Literal["balanced", "equal", "filled"] = "balanced"
     reduces_buckets: bool = False

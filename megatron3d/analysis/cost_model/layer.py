@@ -31,7 +31,7 @@ from megatron3d.analysis.cost_model.latent_times import latent_times, times_from
 from megatron3d.analysis.cost_model.network import Network
 from megatron3d.analysis.memory_model.local_matmul import LocalMatmul
 from megatron3d.analysis.memory_model.local_sizes import LocalSizes
-from megatron3d.model.linears import mtp_linears
+from megatron3d.model.linears import FC2, mtp_linears
 from megatron3d.model.recompute_spec import CORE_ATTN, MLP_ACT
 from megatron3d.parallel.async_plan import IN_ROUNDS, in_rounds
 from megatron3d.parallel.context_exchange import exchange_traffic
@@ -285,6 +285,8 @@ def _recomputation(
     if local.recompute.granularity == "full":
         exposed = planned.values() if local.overlap.weight_gather else ()
         yield forward.plus(*(over.exposed(each.sent.gather_w) for each in exposed))
+        if machine.profile.stops_recomputation and FC2 in planned:
+            yield TimeBreakdown({GEMMS: -planned[FC2].gemm_s})
     yield from selective_recomputation(local, machine)
 
 

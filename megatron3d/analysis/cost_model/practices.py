@@ -25,8 +25,9 @@ FITTED = Path(__file__).with_name("fitted.yaml")
 # Between the names of a practice and of a kind of accelerator.
 ON = " on "
 
-# torch's own kernels, compiled.
-PYTORCH = ExecutionProfile("PyTorch", logit_bytes=44.0, optimizer_bytes=38.0)
+# torch's own kernels, compiled.  Its checkpointing recomputes a layer as far as the last tensor that backward needs,
+# which is the input of the last linear.
+PYTORCH = ExecutionProfile("PyTorch", stops_recomputation=True, logit_bytes=44.0, optimizer_bytes=38.0)
 
 # Megatron-LM as Narayanan et al. 2021 (arXiv:2104.04473, section 4.2) describe it: fused bias and GELU; fused bias,
 # dropout and addition; fused scale, mask and softmax; everything else by torch.
@@ -98,6 +99,9 @@ LLM_C = ExecutionProfile(
 # torchtitan, OLMo-core and their kin: parameters sharded over all data-parallel ranks by FSDP units.
 PYTORCH_FSDP = replace(PYTORCH, name="PyTorch FSDP")
 
+# AxoNN of 2023, with the model and the checkpointing of Megatron-LM, which recomputes whole layers.
+AXONN = replace(PYTORCH, name="AxoNN", stops_recomputation=False)
+
 # nanotron (Hugging Face): eager kernels of torch with FlashAttention 2; the distributed optimizer's all-gather and the
 # sends of the pipeline are not overlapped, the gradient reduction is, in the buckets of torch's DDP, which hold the
 # bf16 gradients beside those that are accumulated in fp32.
@@ -119,7 +123,7 @@ DEEPSPEED = replace(MEGATRON_2021, name="DeepSpeed", overlaps_reduction=True)
 PROFILES: Mapping[str, ExecutionProfile] = {
     profile.name: profile
     for profile in (
-        *(OURS, PYTORCH, PYTORCH_FSDP, NANOTRON, DEEPSPEED),
+        *(OURS, PYTORCH, PYTORCH_FSDP, NANOTRON, DEEPSPEED, AXONN),
         *(MEGATRON_2021, MEGATRON_2022, MEGATRON_2023, ZERO_BUBBLE, MEGATRON_CORE, LLM_C),
     )
 }
