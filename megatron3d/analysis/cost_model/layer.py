@@ -235,16 +235,14 @@ def _memory_bound(local: LocalSizes, machine: Machine, backward: bool) -> Iterat
     if arch.qk_layernorm:
         yield passes(inner * (heads + keys / 2), profile.norm)
     yield _attention(local, machine, backward)
-    axes = local.heads.gather_axes
-    if axes:
+    if axes := local.heads.gather_axes:
         ranks = local.mesh.size(axes)
         whole = inner * local.keys_width * ranks * size
         call = Traffic("reduce_scatter" if backward else "all_gather", axes, whole * (ranks - 1) / ranks)
         yield exposed_time(axes, 2 * machine.network.seconds(call, local.mesh))
     yield _exchange(local, machine, backward)
     yield from latent_times(local, machine.device, machine.network, profile.norm, backward)
-    features = local.mesh.nontrivial(local.mode.residual[1])
-    if features:
+    if features := local.mesh.nontrivial(local.mode.residual[1]):
         ranks = local.mesh.size(features)
         call = Traffic("all_reduce", features, 2 * 2 * local.tokens * 4 * (ranks - 1) / ranks)
         num_norms = len(arch.norm_sites) + len(arch.latent_sizes)
