@@ -16,11 +16,8 @@ from dataclasses import dataclass, replace
 
 from megatron3d.analysis.planner.bounds import in_order, layout_groups, reason_of
 from megatron3d.analysis.planner.fixed_keys import NOTHING, VALUES
-from megatron3d.analysis.planner.options import (
-    LayoutChoice,
-    LayoutFields,
-    TensorChoice,
-)
+from megatron3d.analysis.planner.no_collection import without_garbage_collection
+from megatron3d.analysis.planner.options import LayoutChoice, LayoutFields, TensorChoice
 from megatron3d.analysis.planner.problem import PlanningProblem, PredictedLayout
 from megatron3d.config.suggest import one_of
 from megatron3d.config.validate.facts import Facts
@@ -49,6 +46,7 @@ class SearchResult:
     num_sure: int
 
 
+@without_garbage_collection()
 def search(
     problem: PlanningProblem, count: int = 10, modes: Sequence[str] = tuple(MODES), is_thorough: bool = False
 ) -> SearchResult:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import permutations
@@ -52,6 +54,28 @@ def problem(num_ranks: int = 8) -> PlanningProblem:
 @cache
 def found() -> SearchResult:
     return search(problem(), 3)
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_no_garbage_is_collected_while_a_search_runs(is_enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Afterwards it is as before, also if the search fails."""
+    during = []
+
+    def watched(*arguments: object) -> Iterator[object]:
+        during.append(gc.isenabled())
+        return in_order(*arguments)
+
+    monkeypatch.setattr(searching, "in_order", watched)
+    too_large = replace(problem(), spare=1.0)
+    try:
+        (gc.enable if is_enabled else gc.disable)()
+        with pytest.raises(UserError, match="no layout of this model fits"):
+            search(too_large, 1)
+        assert gc.isenabled() is is_enabled
+        assert search(problem(), 1).plans and gc.isenabled() is is_enabled
+    finally:
+        gc.enable()
+    assert during == [False, False]
 
 
 def test_the_best_is_the_best_of_all() -> None:
