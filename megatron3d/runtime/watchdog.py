@@ -6,7 +6,7 @@ writes what torch recorded of its collectives, and compares the heartbeats of al
 
 Then all ranks end, also where the store does not answer since the process that keeps it is stopped: only one thread
 calls the store, and others watch for progress and end the process.  The threads of a step are sampled from outside
-(`sys._current_frames`), so the watchdog costs the training loop nothing.
+(`thread_stacks.py`), so the watchdog costs the training loop nothing.
 
 Before that, each rank listens to the heartbeat of the next one, and says when it stops and when it comes back.
 """
@@ -23,16 +23,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 
 from megatron3d.errors import UserError
 from megatron3d.runtime.files import write_bytes
 from megatron3d.runtime.heartbeat import COLLECTIVES_FILES, CollectiveStatus, Heartbeat, diagnose
 from megatron3d.runtime.status_store import StatusStore
+from megatron3d.runtime.thread_stacks import PACKAGE, package_stacks
 
-PACKAGE = Path(__file__).parents[1]
 REPORTER, REPORTED = "reporter", "reported"
-MAX_FRAMES = 4
 # Intervals between heartbeats within which the ranks report, or end without a report.
 REPORT_INTERVALS = 20
 # Silence of a rank that is reported while the run goes on: a long call without a free interpreter is shorter.
@@ -41,26 +40,15 @@ LISTENED_INTERVALS = 10
 TRACES = "flight_recorder"
 
 
-def package_stack(frame: FrameType | None) -> tuple[str, ...]:
-    """Return the innermost `MAX_FRAMES` frames of this package at and below `frame`, each as `file:line function`."""
-    found: list[str] = []
-    while frame is not None and len(found) < MAX_FRAMES:
-        path = Path(frame.f_code.co_filename)
-        if path.is_relative_to(PACKAGE) and path != Path(__file__):
-            found.append(f"{path.relative_to(PACKAGE)}:{frame.f_lineno} {frame.f_code.co_name}")
-        frame = frame.f_back
-    return tuple(reversed(found))
-
-
 def program_stack(main: int) -> tuple[str, ...]:
     """Return the stack of the thread `main`, and below it that of the backward where that has a thread of its own.
 
     On GPUs autograd has a thread for each device, which Python did not start, while the main thread waits for it.
     """
-    frames = sys._current_frames()
+    stacks = package_stacks(apart_from=__file__)
     ours = {each.ident for each in threading.enumerate() if not isinstance(each, threading._DummyThread)}
-    foreign = [package_stack(frame) for ident, frame in frames.items() if ident not in ours]
-    return package_stack(frames.get(main)) + max(foreign, key=len, default=())
+    foreign = [stack for ident, stack in stacks.items() if ident not in ours]
+    return stacks.get(main, ()) + max(foreign, key=len, default=())
 
 
 class Silence:
