@@ -32,7 +32,7 @@ from megatron3d.comm.recording import Recorder
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.data.loader import Microbatch
-from megatron3d.parallel.expert_exchange import DISPATCHERS
+from megatron3d.parallel.modes.mode import DISPATCHERS
 from megatron3d.train.state import TrainState, build_state, connect
 from megatron3d.train.step import StepSettings, train_step
 

@@ -11,7 +11,8 @@ from megatron3d.config.schema import ITEMSIZES, Config
 from megatron3d.model.architecture import FAMILIES, Architecture, default_ffn_hidden_size
 from megatron3d.ops.rotary_spec import LINEAR, LLAMA3, YARN, RotaryScaling, yarn_attention_factor
 from megatron3d.ops.router_spec import Balance, Experts
-from megatron3d.parallel.expert_exchange import ALLGATHER, fewest_bytes
+from megatron3d.parallel.expert_exchange import fewest_bytes
+from megatron3d.parallel.modes.mode import ALLGATHER
 
 T = TypeVar("T")
 DEFAULT_TOPK, DEFAULT_BIAS_UPDATE_RATE = 2, 1e-3

@@ -21,8 +21,9 @@ from megatron3d.comm.interface import Comm
 from megatron3d.ops.expert_rows import RowCounts, RowOrder, add_slots, by_expert, take_tokens
 from megatron3d.ops.moved_rows import exchanging, gather_rows, gathering, moved, reduce_rows, start
 from megatron3d.ops.router import Routes
-from megatron3d.parallel.expert_exchange import ALLGATHER, ALLTOALL, balanced, balanced_rows
+from megatron3d.parallel.expert_exchange import balanced, balanced_rows
 from megatron3d.parallel.mesh import Axes
+from megatron3d.parallel.modes.mode import ALLGATHER, ALLTOALL
 
 # Calls what counts rows, or returns what it has returned before, where a layer is recomputed.
 Once = Callable[[Callable[[], RowCounts]], RowCounts]

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 from megatron3d.parallel.matmul_plan import Traffic
 from megatron3d.parallel.mesh import Axes
+from megatron3d.parallel.modes.mode import ALLGATHER, DISPATCHERS
 
-ALLGATHER, ALLTOALL = DISPATCHERS = ("allgather", "alltoall")
 _INDEX_BYTES = 8
 
 

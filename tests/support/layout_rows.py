@@ -22,10 +22,10 @@ from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
 from megatron3d.parallel.context import CONTEXT_EXCHANGES
 from megatron3d.parallel.context_exchange import BOTH
-from megatron3d.parallel.expert_exchange import DISPATCHERS
 from megatron3d.parallel.expert_ranks import expert_sizes, stage_axes
 from megatron3d.parallel.mesh import Sizes
 from megatron3d.parallel.modes import MODES
+from megatron3d.parallel.modes.mode import DISPATCHERS
 from megatron3d.pipeline.schedules import FROM_FILE
 from megatron3d.pipeline.validate import write_schedule
 from tests.support.covering import Row, Rule, Table

@@ -26,7 +26,6 @@ from megatron3d.model.layer_kinds import counts_each_step, counts_shape
 from megatron3d.model.linears import SHARED_FC1, SHARED_FC2
 from megatron3d.ops.router_spec import SEQUENCE, Experts
 from megatron3d.parallel.expert_exchange import (
-    ALLGATHER,
     DispatchSizes,
     backward_traffic,
     balanced_exchange,
@@ -34,6 +33,7 @@ from megatron3d.parallel.expert_exchange import (
     tokens_traffic,
 )
 from megatron3d.parallel.matmul_plan import Traffic
+from megatron3d.parallel.modes.mode import ALLGATHER
 
 
 def expert_flops(local: LocalSizes, experts: Experts) -> int:

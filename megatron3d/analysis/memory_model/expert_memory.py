@@ -14,7 +14,7 @@ from megatron3d.analysis.memory_model.local_sizes import LocalSizes
 from megatron3d.analysis.memory_model.mlp_activations import KeptTensor, activation_tensors
 from megatron3d.model.linears import SHARED_FC1, SHARED_FC2
 from megatron3d.ops.router_spec import SEQUENCE, Experts, capacity_of
-from megatron3d.parallel.expert_exchange import ALLGATHER
+from megatron3d.parallel.modes.mode import ALLGATHER
 
 # Bytes of an index.
 INDEX = 8

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megatron3d.parallel.expert_exchange import ALLGATHER
 from megatron3d.parallel.layout import Layout, layout_axes
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Axes, Sizes
+
+ALLGATHER, ALLTOALL = DISPATCHERS = ("allgather", "alltoall")  # how tokens reach experts: `experts/plan.py`
 
 
 @dataclass(frozen=True)

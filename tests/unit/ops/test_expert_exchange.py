@@ -16,9 +16,6 @@ from megatron3d.ops.expert_rows import ranges
 from megatron3d.ops.recompute import KeptResults
 from megatron3d.ops.router import Routes
 from megatron3d.parallel.expert_exchange import (
-    ALLGATHER,
-    ALLTOALL,
-    DISPATCHERS,
     DispatchSizes,
     RowsSent,
     backward_traffic,
@@ -28,6 +25,7 @@ from megatron3d.parallel.expert_exchange import (
     forward_traffic,
 )
 from megatron3d.parallel.mesh import Mesh
+from megatron3d.parallel.modes.mode import ALLGATHER, ALLTOALL, DISPATCHERS
 from tests.support.turn_ranks import make_comm, run_turns
 
 RANKS, E, K, M, H = 4, 8, 2, 6, 5

@@ -17,8 +17,8 @@ from megatron3d.analysis.memory_model.local_sizes import LocalSizes
 from megatron3d.analysis.memory_model.step_spec import make_step_spec
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
-from megatron3d.parallel.expert_exchange import ALLTOALL, DISPATCHERS
 from megatron3d.parallel.matmul_plan import Traffic
+from megatron3d.parallel.modes.mode import ALLTOALL, DISPATCHERS
 
 RANKS, HIDDEN, SHARED, SEQ, TOPK = 4, 512, 1024, 512, 2
 MODEL = {"num_layers": 1, "hidden_size": HIDDEN, "num_attention_heads": 4, "ffn_hidden_size": 64, "seq_length": SEQ}

@@ -30,7 +30,7 @@ from megatron3d.config.validate.rules import check
 from megatron3d.data.loader import BatchLoader
 from megatron3d.ops import router
 from megatron3d.ops.gemm import onednn_gemms
-from megatron3d.parallel.expert_exchange import DISPATCHERS
+from megatron3d.parallel.modes.mode import DISPATCHERS
 from megatron3d.train.state import build_state
 from megatron3d.train.step import StepSettings, train_step
 from megatron3d.verify.layouts import RandomSamples
