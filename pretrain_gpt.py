@@ -12,11 +12,11 @@ import sys
 
 from megatron3d.config.cli import Arguments, parse_args, resolve, run_check
 from megatron3d.config.run_spec import RunSpec
+from megatron3d.errors import ExitCode
 from megatron3d.runtime import process
-from megatron3d.runtime.console import outlive_readers
-from megatron3d.runtime.exit_codes import ExitCode
-from megatron3d.runtime.startup_phases import StartupPhases
-from megatron3d.runtime.stop_signal import StopSignal
+from megatron3d.runtime.program import outlive_readers
+from megatron3d.train.loop import StopSignal
+from megatron3d.train.run import StartupPhases
 
 
 def main() -> int:
@@ -26,7 +26,7 @@ def main() -> int:
     if arguments.check:
         return run_check(arguments, env.world_size, memory_at_worst)
     if arguments.dry_run:
-        from megatron3d.verify.dry_run.program import run_dry
+        from megatron3d.verify.dry_run_program import run_dry
 
         return run_dry(arguments, env.world_size)
     return pretrain(arguments, env.world_size)
@@ -34,9 +34,9 @@ def main() -> int:
 
 def memory_at_worst(spec: RunSpec) -> list[str]:
     """Return the memory of a run whose experts get unequal numbers of tokens, as text; none where all ranks get all."""
-    from megatron3d.analysis.memory_model.kernel_memory import KERNELS
-    from megatron3d.analysis.memory_model.step_spec import make_step_spec
-    from megatron3d.analysis.memory_model.table import worst_load_lines
+    from megatron3d.forecast.memory.local_sizes import KERNELS
+    from megatron3d.forecast.memory.step_spec import make_step_spec
+    from megatron3d.forecast.memory.table import worst_load_lines
 
     return worst_load_lines(make_step_spec(spec, KERNELS["gpu"])) if spec.arch.vocab_size else []
 

@@ -26,7 +26,11 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["megatron3d", "megatron3d.*"]),
-    package_data={"megatron3d.hardware": ["*.yaml", "clusters/*.yaml"], "megatron3d.viz": ["templates/*.html"]},
+    package_data={
+        "megatron3d.hardware": ["*.yaml", "clusters/*.yaml"],
+        "megatron3d.forecast.time": ["*.yaml"],
+        "megatron3d.viz": ["templates/*.html"],
+    },
     python_requires=">=3.10",
     install_requires=[
         "torch>=2.11,<2.14",

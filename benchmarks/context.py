@@ -22,11 +22,11 @@ from report import Row, interleaved, milliseconds, show, times_faster, write
 from torch import Tensor
 from torch.distributed.tensor.experimental._context_parallel import _attention as peer
 
+from megatron3d.attention.attention import AttentionHeads
+from megatron3d.attention.context.attention import ContextAttention, context_attention
+from megatron3d.attention.context.plan import TokenOrder
+from megatron3d.attention.packed import Visible
 from megatron3d.comm.process_comm import ProcessComm
-from megatron3d.ops.attention import AttentionHeads
-from megatron3d.ops.context_attention import ContextAttention, context_attention
-from megatron3d.ops.packed_attention import Visible
-from megatron3d.parallel.context import TokenOrder
 from megatron3d.parallel.mesh import Mesh
 
 BATCH, HEADS, SIZE, AXES = 1, 8, 64, ("context",)

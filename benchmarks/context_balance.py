@@ -19,13 +19,12 @@ from pathlib import Path
 import torch
 from report import Row, show, write
 
+from megatron3d.attention.attention import AttentionHeads
+from megatron3d.attention.context.attention import ContextAttention, context_attention
+from megatron3d.attention.context.order import HeldPositions
+from megatron3d.attention.context.plan import LOAD_BALANCERS, ZIGZAG, TokenOrder, imbalance
+from megatron3d.attention.packed import Visible
 from megatron3d.comm.loopback import LoopbackComm
-from megatron3d.ops.attention import AttentionHeads
-from megatron3d.ops.context_attention import ContextAttention, context_attention
-from megatron3d.ops.packed_attention import Visible
-from megatron3d.ops.position_order import HeldPositions
-from megatron3d.parallel.context import LOAD_BALANCERS, ZIGZAG, TokenOrder
-from megatron3d.parallel.document_chunks import imbalance
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.verify.flop_memory_meter import FlopMemoryMeter
 

@@ -23,12 +23,11 @@ import torch
 from report import Row, show, write
 
 from megatron3d.config.model_defaults import resolve_architecture
-from megatron3d.config.model_schema import ModelConfig
+from megatron3d.config.schema import ModelConfig
 from megatron3d.convert.config_json import write_settings
-from megatron3d.convert.safetensors_writer import divide, num_bytes, write_shards
+from megatron3d.convert.hub_weights import divide, num_bytes, write_shards
 from megatron3d.convert.tensor_names import FileTensor, file_tensors
-from megatron3d.model.flops import layer_weights
-from megatron3d.model.linears import layer_linears
+from megatron3d.model.linear_spec import layer_linears, layer_weights
 
 TOOL = Path(__file__).parents[1] / "tools" / "convert_checkpoint.py"
 

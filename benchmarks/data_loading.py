@@ -28,8 +28,8 @@ from report import Row, interleaved, show, times_faster, write
 
 from megatron3d.config.read import read_config
 from megatron3d.config.run_spec import RunSpec
-from megatron3d.data.corpus.blended import TokenFileSamples
-from megatron3d.data.corpus.samples import Split
+from megatron3d.data.corpus.corpus import TokenFileSamples
+from megatron3d.data.corpus.plan import Split
 from megatron3d.data.loader import BatchLoader, PrefetchingLoader
 from megatron3d.data.token_files.indexed import HEADER, MAGIC, IndexedDataset
 from megatron3d.train.state import build_state, connect
@@ -41,9 +41,9 @@ BLOCK = 1 << 22
 FIRST = """
 import sys, time
 import numpy as np
-from megatron3d.data.corpus.blended import TokenFileSamples
+from megatron3d.data.corpus.corpus import TokenFileSamples
 from megatron3d.data.token_files.indexed import IndexedDataset
-from megatron3d.data.corpus.samples import Split
+from megatron3d.data.corpus.plan import Split
 prefix, length, batch, vocab_size = sys.argv[1], *map(int, sys.argv[2:])
 begin = time.perf_counter()
 data = IndexedDataset(prefix)

@@ -22,9 +22,8 @@ from fit_memory import TERMS as MEMORY_TERMS
 from fit_memory import fit_memory
 from fit_rows import Run, declared_rows
 
-from megatron3d.analysis.cost_model.fitted_terms import FittedTerms
-from megatron3d.analysis.cost_model.practices import FITTED, ON, fitted_terms
-from megatron3d.analysis.cost_model.step import SimulatedStep, step_time
+from megatron3d.forecast.time.practices import FITTED, ON, FittedTerms, fitted_terms
+from megatron3d.forecast.time.step import SimulatedStep, step_time
 
 HEADER = "# Written by benchmarks/fit_cost_model.py; docs/validation.md says how well it does.  Do not edit.\n"
 # Scale of each term's search, its prior (the neutral value) and its bounds.

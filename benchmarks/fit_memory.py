@@ -15,16 +15,13 @@ from typing import NamedTuple
 import numpy as np
 from fit_rows import is_mended, nanotron_config, nanotron_table
 
-from megatron3d.analysis.cost_model.fitted_terms import FittedTerms
-from megatron3d.analysis.cost_model.practices import PROFILES
-from megatron3d.analysis.cost_model.stage_division import divided_as
-from megatron3d.analysis.cost_model.step import simulated_specs
-from megatron3d.analysis.memory_model.kernel_memory import KERNELS
-from megatron3d.analysis.memory_model.rank import rank_memory
-from megatron3d.analysis.memory_model.reserved import bucket_copies, gathered_inputs, num_logits
-from megatron3d.analysis.memory_model.step_spec import make_step_spec
-from megatron3d.analysis.planner.problem import PlanningProblem
 from megatron3d.config.run_spec import RunSpec
+from megatron3d.forecast.memory.local_sizes import KERNELS
+from megatron3d.forecast.memory.rank import bucket_copies, gathered_inputs, num_logits, rank_memory
+from megatron3d.forecast.memory.step_spec import make_step_spec
+from megatron3d.forecast.search.problem import PlanningProblem
+from megatron3d.forecast.time.practices import PROFILES, FittedTerms, divided_as
+from megatron3d.forecast.time.step import simulated_specs
 
 Vector = np.ndarray
 TERMS = ("activation_memory", "logit_memory", "gathered_memory")

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron3d.analysis.cost_model.practices import ON, PROFILES
-from megatron3d.analysis.cost_model.stage_division import divided_as
-from megatron3d.analysis.cost_model.step import SimulatedStep, load_machine, simulated_step, step_time
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
-from tests.unit.analysis.cost_model import held_out, published
+from megatron3d.forecast.time.practices import ON, PROFILES, divided_as
+from megatron3d.forecast.time.step import SimulatedStep, load_machine, simulated_step, step_time
+from tests.unit.forecast.time import held_out, published
 
 # Runs of nanotron whose nodes measured less than this before they began are left out: a link was broken.  Others have
 # 390 GB/s and more.

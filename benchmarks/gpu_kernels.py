@@ -12,15 +12,14 @@ from gpu_timing import Place, Row
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megatron3d.attention.rotary import rotary_tables, rotate
+from megatron3d.attention.rotary_spec import Rotary
 from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.config.schema import OptimizerConfig
-from megatron3d.hardware.sdpa_backends import NAMES, usable
-from megatron3d.ops.cross_entropy import LOSS_KERNELS, loss_kernel
-from megatron3d.ops.fused_cross_entropy import VocabShard
-from megatron3d.ops.gemm import add_product, product, put_product
+from megatron3d.hardware.devices import NAMES, usable
+from megatron3d.linear.gemm import add_product, product, put_product
+from megatron3d.ops.cross_entropy import LOSS_KERNELS, VocabShard, loss_kernel
 from megatron3d.ops.norm import norm
-from megatron3d.ops.rotary import rotary_tables, rotate
-from megatron3d.ops.rotary_spec import Rotary
 from megatron3d.optim.adamw import ParamGroup, update_fused
 from megatron3d.parallel.mesh import Mesh
 

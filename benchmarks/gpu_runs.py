@@ -14,7 +14,7 @@ import torch
 from gpu_program import ALONE, HIDE_GPU, ROOT, SMALL_BYTES, command, losses, rows_of, write_corpus
 from gpu_timing import Place, Row, Steps, spec_of
 
-from megatron3d.runtime.exit_codes import ExitCode
+from megatron3d.errors import ExitCode
 
 # How far losses of the same steps in bf16 and in fp32 may be apart: some units in the last place of bf16.
 NEAR = 2e-2

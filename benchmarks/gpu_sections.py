@@ -19,9 +19,8 @@ import torch
 import torch.distributed as dist
 from gpu_timing import Place, Row, power
 
-from megatron3d.hardware.peaks import device_name
-from megatron3d.hardware.sdpa_backends import describe_attention
-from megatron3d.runtime.backends import backend_of
+from megatron3d.hardware.devices import describe_attention, device_name
+from megatron3d.runtime.machine import backend_of
 from megatron3d.runtime.process import flight_recorder
 
 ROOT = Path(__file__).parents[1]

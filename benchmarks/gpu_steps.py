@@ -17,7 +17,7 @@ from gpu_timing import Place, Row, Steps, spec_of
 from torch.profiler import ProfilerActivity, profile
 
 from megatron3d.config.run_spec import RunSpec
-from megatron3d.verify.dry_run.run import with_few_microbatches
+from megatron3d.verify.dry_run import with_few_microbatches
 
 
 class Model(NamedTuple):

@@ -19,20 +19,20 @@ from typing import Any
 import torch
 from gpu_program import SMALL
 
-from megatron3d.analysis.memory_model.kernel_memory import KERNELS
-from megatron3d.analysis.memory_model.rank import predict_memory
 from megatron3d.comm.interface import Comm
 from megatron3d.comm.loopback import LoopbackComm
 from megatron3d.config.read import read_config
 from megatron3d.config.run_spec import RunSpec
-from megatron3d.hardware.peaks import device_peak
-from megatron3d.metrics.memory import peak_memory_bytes
-from megatron3d.model.flops import flops_per_token
+from megatron3d.forecast.memory.local_sizes import KERNELS
+from megatron3d.forecast.memory.rank import predict_memory
+from megatron3d.hardware.devices import device_peak
+from megatron3d.metrics.step_record import peak_memory_bytes
+from megatron3d.model.linear_spec import flops_per_token
 from megatron3d.pipeline.actions import Action
 from megatron3d.pipeline.engine import Observer, no_observer
 from megatron3d.train.state import TrainState, build_state
 from megatron3d.train.step import StepSettings, train_step
-from megatron3d.verify.dry_run.run import microbatches
+from megatron3d.verify.dry_run import microbatches
 
 ROOT = Path(__file__).parents[1]
 Row = dict[str, Any]

@@ -23,7 +23,7 @@ from shapes import Ours, Size
 from torch import Tensor, nn
 
 from megatron3d.model.layers import Layer
-from megatron3d.model.mlp import MLP
+from megatron3d.model.modules import MLP
 
 TINY = Size(num_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=16, seq_length=4, batch_size=1)
 REPEATS = 50  # calls per turn

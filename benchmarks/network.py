@@ -20,12 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron3d.analysis.cost_model.hardware import Cluster, load_cluster
-from megatron3d.analysis.cost_model.network import Network
 from megatron3d.comm.process_comm import ProcessComm
+from megatron3d.forecast.time.hardware import Cluster, Network, load_cluster
+from megatron3d.parallel.links import Link
 from megatron3d.parallel.matmul_plan import Traffic
 from megatron3d.parallel.mesh import Axes, Mesh
-from megatron3d.parallel.p2p import Link
 from megatron3d.runtime import process
 
 SIZES_MIB = (1, 16, 256)

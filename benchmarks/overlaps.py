@@ -35,7 +35,7 @@ from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
 from megatron3d.data.loader import Microbatch
 from megatron3d.errors import UserError
-from megatron3d.parallel.async_plan import async_plan
+from megatron3d.linear.overlap_plan import async_plan
 from megatron3d.parallel.layout import span
 from megatron3d.parallel.mesh import Axes
 from megatron3d.parallel.modes import MODES

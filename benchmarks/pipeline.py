@@ -27,7 +27,7 @@ from torch_executor import PEERS, TorchExecutor
 from megatron3d.pipeline.actions import Schedule
 from megatron3d.pipeline.schedules import SCHEDULES
 from megatron3d.pipeline.simulate import num_virtual_stages, peak_activations, simulate_mean_durations
-from megatron3d.train.monitor.pipeline_trace import TraceRecorder, gather_timeline
+from megatron3d.train.monitor.profiling import TraceRecorder, gather_timeline
 
 NUM_RANKS = 2
 FIRST = "1f1b"

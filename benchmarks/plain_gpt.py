@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron3d.model.architecture import Architecture
+from megatron3d.model.spec import Architecture
 
 
 class Attention(nn.Module):

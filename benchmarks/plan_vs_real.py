@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from report import Row, show, write
 
-from megatron3d.analysis import calibrate
-from megatron3d.analysis.cost_model.hardware import load_accelerator, load_cluster
-from megatron3d.analysis.cost_model.step import make_machine, predict_time
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
 from megatron3d.data.loader import BatchLoader
+from megatron3d.forecast import calibrate
+from megatron3d.forecast.time.hardware import load_accelerator, load_cluster
+from megatron3d.forecast.time.step import make_machine, predict_time
 from megatron3d.runtime import process
 from megatron3d.train.state import build_state, connect
 from megatron3d.train.step import StepSettings, train_step

@@ -14,7 +14,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 
 from megatron3d.model.gpt import GPT
 from megatron3d.model.microbatch import Pass
-from megatron3d.model.stages import Stage
+from megatron3d.model.stage_plan import Stage
 from megatron3d.pipeline.engine import Observer, no_observer
 from megatron3d.pipeline.spec import Pipeline
 

@@ -1,7 +1,7 @@
 """Hooks of the documentation site: a reference page per module, and links to files of the repository.
 
-Pages link files as they lie in the repository (`../megatron3d/ops/matmul.py`), which works wherever the repository is
-browsed.  On the site such a link leads to the module's reference page, or to a page with the file's text.
+Pages link files as they lie in the repository (`../megatron3d/linear/matmul.py`), which works wherever the repository
+is browsed.  On the site such a link leads to the module's reference page, or to a page with the file's text.
 """
 
 from __future__ import annotations

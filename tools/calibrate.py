@@ -12,11 +12,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron3d.analysis.cost_model.hardware import FOLDER, load_accelerator, load_cluster
 from megatron3d.errors import UserError
+from megatron3d.forecast.time.hardware import FOLDER, load_accelerator, load_cluster
 from megatron3d.runtime import process
 from megatron3d.runtime.arguments import ToolParser, real
-from megatron3d.runtime.tool_main import run_tool
+from megatron3d.runtime.program import run_tool
 
 PRECISION = "bf16"
 
@@ -27,13 +27,13 @@ def run(arguments: argparse.Namespace) -> None:
     (folder / "clusters").mkdir(parents=True, exist_ok=True)  # measuring takes minutes
     num_gpus = 0 if arguments.cpu else process.num_gpus()
     if num_gpus:
-        from megatron3d.analysis.calibrate_gpus import calibrate_gpus
+        from megatron3d.forecast.calibrate_gpus import calibrate_gpus
 
         paths = calibrate_gpus(folder, num_gpus, arguments.precision, arguments.network, seconds)
     else:
         if arguments.network or arguments.precision != PRECISION:
             raise UserError("--network and --precision: for GPUs only, of which torch sees none here; leave them out")
-        from megatron3d.analysis.calibrate import calibrate
+        from megatron3d.forecast.calibrate import calibrate
 
         paths = calibrate(folder, seconds)
     load_accelerator(paths[0].stem, folder)

@@ -23,17 +23,13 @@ from pathlib import Path
 
 from megatron3d.checkpoint.compare import describe_differences, flatten, mean_pieces
 from megatron3d.checkpoint.index import FILE_NAME, Index, read_index
-from megatron3d.checkpoint.lock import FolderLock
-from megatron3d.checkpoint.publish import candidates, resolve
-from megatron3d.checkpoint.store import save
-from megatron3d.checkpoint.verify import verify
+from megatron3d.checkpoint.publish import FolderLock, candidates, resolve
+from megatron3d.checkpoint.store import save, verify
 from megatron3d.comm.objects import GroupObjects
-from megatron3d.errors import UserError
-from megatron3d.errors.foreign_text import one_line
+from megatron3d.errors import ExitCode, UserError, one_line
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.runtime import process
 from megatron3d.runtime.arguments import ToolParser, whole
-from megatron3d.runtime.exit_codes import ExitCode
 
 EXIT_DIFFERENT = 1
 ALONE = Mesh((("data", 1),))

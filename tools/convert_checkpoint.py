@@ -17,15 +17,20 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron3d.convert.compare import has_transformers
-from megatron3d.convert.conversion import MAX_SHARD_BYTES, ConversionRequest, LogitsDiffer, from_hub, to_hub
+from megatron3d.convert.conversion import (
+    MAX_SHARD_BYTES,
+    ConversionRequest,
+    LogitsDiffer,
+    from_hub,
+    to_hub,
+    write_start,
+)
+from megatron3d.convert.family_table import MODEL_TYPES
 from megatron3d.convert.hub_weights import DTYPES
-from megatron3d.convert.model_types import MODEL_TYPES
-from megatron3d.convert.start_config import write_start
 from megatron3d.data.tokenizers.tokenizer import TOKENIZER_TYPES
 from megatron3d.errors import UserError
-from megatron3d.runtime.arguments import ToolParser, whole
-from megatron3d.runtime.limits import shorten
-from megatron3d.runtime.tool_main import run_tool
+from megatron3d.runtime.arguments import ToolParser, shorten, whole
+from megatron3d.runtime.program import run_tool
 
 CONFIG = "config"
 _DIRECTIONS = {"from-hf": from_hub, "to-hf": to_hub, CONFIG: write_start}

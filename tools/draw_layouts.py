@@ -16,10 +16,9 @@ from pathlib import Path
 
 from megatron3d.errors import UserError
 from megatron3d.parallel.modes import MODES, build_mode
-from megatron3d.runtime.arguments import ToolParser, whole
+from megatron3d.runtime.arguments import MAX_RANKS, ToolParser, whole
 from megatron3d.runtime.files import write_text
-from megatron3d.runtime.limits import MAX_RANKS
-from megatron3d.runtime.tool_main import run_tool
+from megatron3d.runtime.program import run_tool
 from megatron3d.viz.data_flows import data_flows_picture
 from megatron3d.viz.layouts import layout_picture
 from megatron3d.viz.positions import positions_picture

@@ -17,21 +17,18 @@ from pathlib import Path
 
 import torch
 
-from megatron3d.config.arguments import ConfigParser
+from megatron3d.config.cli import ConfigParser
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
-from megatron3d.data.corpus.blended import EvaluationWindows
-from megatron3d.data.corpus.corpus import open_corpus
+from megatron3d.data.corpus.corpus import EvaluationWindows, open_corpus
 from megatron3d.data.loader import BatchLoader
 from megatron3d.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
-from megatron3d.errors import UserError
+from megatron3d.errors import ExitCode, UserError
 from megatron3d.inference.load import read_run, resolve, restore
-from megatron3d.pipeline.executor import PipelineExecutor
+from megatron3d.pipeline.engine import PipelineExecutor
 from megatron3d.runtime import process
 from megatron3d.runtime.arguments import positive, whole
-from megatron3d.runtime.exit_codes import ExitCode
-from megatron3d.train.evaluate import evaluate
-from megatron3d.train.step import StepSettings
+from megatron3d.train.step import StepSettings, evaluate
 
 WHOLE, SPLITS = "whole", ("train", "valid", "test")
 

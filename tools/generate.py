@@ -18,17 +18,14 @@ from typing import TextIO
 import torch
 
 from megatron3d.comm.interface import Comm
-from megatron3d.config.arguments import ConfigParser
+from megatron3d.config.cli import ConfigParser
 from megatron3d.data.tokenizers.special_tokens import with_beginning
 from megatron3d.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
-from megatron3d.errors import UserError
+from megatron3d.errors import ExitCode, UserError
 from megatron3d.inference.load import read_run, resolve, restore
-from megatron3d.inference.sampling import Choice, NextTokens, Sampler, Text, generate
-from megatron3d.inference.speculation import Speculation
+from megatron3d.inference.sampling import Choice, NextTokens, Sampler, Speculation, Text, generate
 from megatron3d.runtime import process
-from megatron3d.runtime.arguments import real, whole
-from megatron3d.runtime.exit_codes import ExitCode
-from megatron3d.runtime.limits import MAX_SEED
+from megatron3d.runtime.arguments import MAX_SEED, real, whole
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -24,11 +24,9 @@ from rich.text import Text
 
 from megatron3d.data.token_files.indexed import IndexedDataset
 from megatron3d.data.tokenizers.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
-from megatron3d.errors import UserError
-from megatron3d.errors.foreign_text import one_line
-from megatron3d.runtime.arguments import ToolParser, positive, whole
-from megatron3d.runtime.limits import MAX_NUMBER
-from megatron3d.runtime.tool_main import run_tool, spinner
+from megatron3d.errors import UserError, one_line
+from megatron3d.runtime.arguments import MAX_NUMBER, ToolParser, positive, whole
+from megatron3d.runtime.program import run_tool, spinner
 
 QUANTILES = (0.0, 0.1, 0.5, 0.9, 0.99, 1.0)
 

@@ -16,14 +16,13 @@ from pathlib import Path
 
 import torch
 
-from megatron3d.config.arguments import ConfigParser
+from megatron3d.config.cli import ConfigParser
 from megatron3d.data.tokenizers.tokenizer import build_tokenizer
-from megatron3d.errors import UserError
+from megatron3d.errors import ExitCode, UserError
 from megatron3d.inference.lm_eval_adapter import Harness, as_lm
 from megatron3d.inference.load import read_run, resolve, restore
 from megatron3d.runtime import process
 from megatron3d.runtime.arguments import positive, whole
-from megatron3d.runtime.exit_codes import ExitCode
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,18 +14,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron3d.analysis.cost_model.hardware import Cluster, load_cluster
-from megatron3d.config.arguments import ConfigParser
-from megatron3d.config.cli import resolve
+from megatron3d.config.cli import ConfigParser, resolve
 from megatron3d.config.report import batch_arithmetic
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.errors import UserError
+from megatron3d.forecast.time.hardware import Cluster, load_cluster
 from megatron3d.launch.requeue import run_folder
 from megatron3d.launch.script import CONTAINERS, JobSettings, Options, fill_template, options
-from megatron3d.runtime.arguments import positive, whole
+from megatron3d.runtime.arguments import MAX_RANKS, positive, whole
 from megatron3d.runtime.files import write_text
-from megatron3d.runtime.limits import MAX_RANKS
-from megatron3d.runtime.tool_main import run_tool
+from megatron3d.runtime.program import run_tool
 
 TEMPLATE = Path(__file__).parents[1] / "scripts" / "slurm" / "pretrain.sbatch"
 

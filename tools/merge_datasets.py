@@ -19,7 +19,7 @@ from megatron3d.data.token_files.indexed import IndexedDataset, Manifest, read_m
 from megatron3d.data.token_files.writer import IndexedWriter, publish
 from megatron3d.errors import UserError
 from megatron3d.runtime.arguments import ToolParser
-from megatron3d.runtime.tool_main import byte_progress, run_tool
+from megatron3d.runtime.program import byte_progress, run_tool
 
 MAX_NAMED = 8
 """Missing parts that a message names."""

@@ -15,36 +15,31 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from megatron3d.analysis.cost_model.execution_profile import OURS
-from megatron3d.analysis.cost_model.hardware import load_cluster
-from megatron3d.analysis.cost_model.practices import practice
-from megatron3d.analysis.planner.fixed_keys import read_fixed
-from megatron3d.analysis.planner.nearby import nearby_table, search_nearby
-from megatron3d.analysis.planner.options import ContextChoice, ExpertChoice, LayoutChoice, TensorChoice
-from megatron3d.analysis.planner.plan_report import (
-    compare_plans,
-    explain_plan,
-    layout_labels,
-    result_table,
-    scaling_table,
-)
-from megatron3d.analysis.planner.problem import SPARE, PlanningProblem, PredictedLayout
-from megatron3d.analysis.planner.row_report import error_table
-from megatron3d.analysis.planner.rows import predict_line, predict_rows
-from megatron3d.analysis.planner.run_rows import row_of_run
-from megatron3d.analysis.planner.search import search
-from megatron3d.config.arguments import ConfigParser
-from megatron3d.config.cli import resolve
+from megatron3d.config.cli import ConfigParser, resolve
 from megatron3d.config.read import Resolved, read_config
 from megatron3d.config.report import write_resolved
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.errors import UserError
+from megatron3d.forecast.search.options import ContextChoice, ExpertChoice, LayoutChoice, TensorChoice
+from megatron3d.forecast.search.problem import SPARE, PlanningProblem, PredictedLayout, read_fixed
+from megatron3d.forecast.search.report import (
+    compare_plans,
+    explain_plan,
+    layout_labels,
+    nearby_table,
+    result_table,
+    scaling_table,
+    search_nearby,
+)
+from megatron3d.forecast.search.rows import error_table, predict_line, predict_rows, row_of_run
+from megatron3d.forecast.search.search import search
+from megatron3d.forecast.time.hardware import load_cluster
+from megatron3d.forecast.time.practices import OURS, practice
 from megatron3d.parallel.modes import MODES
-from megatron3d.runtime.arguments import real, whole
+from megatron3d.runtime.arguments import MAX_RANKS, real, whole
 from megatron3d.runtime.files import write_figure, write_text
-from megatron3d.runtime.limits import MAX_RANKS
-from megatron3d.runtime.tool_main import run_tool
+from megatron3d.runtime.program import run_tool
 
 # Options next to those of a task that is not a search.
 ONE_LAYOUT = ("cluster", "num_gpus", "vocab_size", "practice", "picture", "overrides")

@@ -17,16 +17,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from megatron3d.errors import UserError
-from megatron3d.pipeline.action_costs import Costs, parse_costs
-from megatron3d.pipeline.actions import Schedule
+from megatron3d.pipeline.actions import Costs, Schedule, parse_costs
 from megatron3d.pipeline.plot import figure, text_picture, trace
 from megatron3d.pipeline.schedules import FROM_FILE, SCHEDULES, build_schedule, load_schedule, num_microbatches
 from megatron3d.pipeline.simulate import Timeline, num_virtual_stages, peak_activations, simulate
 from megatron3d.pipeline.validate import write_schedule
-from megatron3d.runtime.arguments import ToolParser, whole
+from megatron3d.runtime.arguments import MAX_RANKS, ToolParser, whole
 from megatron3d.runtime.files import write_figure, write_text
-from megatron3d.runtime.limits import MAX_RANKS
-from megatron3d.runtime.tool_main import run_tool
+from megatron3d.runtime.program import run_tool
 
 TRACE_UNIT_US = 1000.0
 

@@ -23,27 +23,23 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from megatron3d.data.preprocess.encode import EncoderSpec
-from megatron3d.data.preprocess.hub_datasets import HF_PREFIX, num_shards
-from megatron3d.data.preprocess.input_chunks import (
+from megatron3d.data.preprocess.inputs import (
+    HF_PREFIX,
     InputChunk,
     find_inputs,
+    num_shards,
     parse_shard,
     select_shard,
     shuffle,
     split_files,
 )
-from megatron3d.data.preprocess.pipeline import OnProgress, PreprocessJob, run
-from megatron3d.data.preprocess.readers import ReadOptions
-from megatron3d.data.preprocess.records import TEXT_KEY
-from megatron3d.data.preprocess.resume_log import ResumePoint
-from megatron3d.data.preprocess.split_text import exact_split
+from megatron3d.data.preprocess.job import OnProgress, PreprocessJob, ResumePoint, run
+from megatron3d.data.preprocess.readers import TEXT_KEY, ReadOptions, exact_split
 from megatron3d.data.tokenizers.tokenizer import TOKENIZER_TYPES, build_tokenizer
-from megatron3d.errors import UserError
-from megatron3d.errors.foreign_text import one_line
-from megatron3d.runtime.arguments import ToolParser
-from megatron3d.runtime.limits import MAX_NUMBER
+from megatron3d.errors import UserError, one_line
+from megatron3d.runtime.arguments import MAX_NUMBER, ToolParser
 from megatron3d.runtime.process import num_cores
-from megatron3d.runtime.tool_main import byte_progress, run_tool
+from megatron3d.runtime.program import byte_progress, run_tool
 
 MAX_FAULTS = 10
 

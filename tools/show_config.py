@@ -13,14 +13,14 @@ from megatron3d.config.read import expected
 from megatron3d.config.schema import Config
 from megatron3d.config.yaml_origins import show
 from megatron3d.runtime.arguments import ToolParser
-from megatron3d.runtime.tool_main import run_tool
+from megatron3d.runtime.program import run_tool
 
 HEAD = """# Configuration
 
 Every key, as the schema (`megatron3d/config/schema.py`) has it; `python tools/show_config.py` makes this page.  A YAML
 file has these sections; any key can be given on the command line as `section.key=value`.  An unknown key is an error,
 `--check` reports every problem at once, and `config.yaml` in a run's folder says where each value came from.  Numbers
-are at most 10^12, and sizes of models, batches and layouts at most those in `megatron3d/config/section.py`."""
+are at most 10^12, and sizes of models, batches and layouts at most those in `megatron3d/config/schema.py`."""
 
 # Page about each key, by how the key begins.
 PAGES: Mapping[str, str] = {

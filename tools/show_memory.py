@@ -4,7 +4,7 @@ The Markdown table has bytes per rank over s b h (sequence length, sequences, hi
 
 python tools/show_memory.py --hidden-size 12288 --num-attention-heads 128 --seq-length 2048 --num-ranks 1 8 64
 
-The numbers are closed forms (megatron3d/analysis/memory_model/activations.py); tests compare them with real steps.
+The numbers are closed forms (megatron3d/forecast/memory/activations.py); tests compare them with real steps.
 """
 
 from __future__ import annotations
@@ -15,18 +15,16 @@ import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
-from megatron3d.analysis.memory_model.activations import run_activations
-from megatron3d.analysis.memory_model.kernel_memory import KERNELS
-from megatron3d.analysis.memory_model.local_sizes import LocalSizes
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
 from megatron3d.errors import UserError
-from megatron3d.model.recompute_spec import CORE_ATTN, MLP_ACT, NO_RECOMPUTE, LayerRun, Recompute
+from megatron3d.forecast.memory.activations import run_activations
+from megatron3d.forecast.memory.local_sizes import KERNELS, LocalSizes
+from megatron3d.model.spec import CORE_ATTN, MLP_ACT, NO_RECOMPUTE, LayerRun, Recompute
 from megatron3d.parallel.modes import MODES
-from megatron3d.runtime.arguments import ToolParser, whole
-from megatron3d.runtime.limits import MAX_RANKS
-from megatron3d.runtime.tool_main import run_tool
+from megatron3d.runtime.arguments import MAX_RANKS, ToolParser, whole
+from megatron3d.runtime.program import run_tool
 
 BF16_BYTES = 2
 CHOICES: Mapping[str, Recompute] = {

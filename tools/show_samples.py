@@ -18,21 +18,18 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron3d.config.arguments import ConfigParser
+from megatron3d.config.cli import ConfigParser
 from megatron3d.config.read import read_config
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.validate.rules import check
-from megatron3d.data.corpus.blended import BlendedSamples
-from megatron3d.data.corpus.corpus import open_corpus
+from megatron3d.data.corpus.corpus import BlendedSamples, open_corpus
 from megatron3d.data.corpus.stream import StreamedSamples
 from megatron3d.data.loader import BatchLoader
 from megatron3d.data.packing import IGNORED, Packing
 from megatron3d.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
-from megatron3d.errors import UserError
-from megatron3d.errors.foreign_text import one_line
-from megatron3d.runtime.arguments import positive, whole
-from megatron3d.runtime.limits import MAX_NUMBER, MAX_RANKS, shorten, whole_number
-from megatron3d.runtime.tool_main import run_tool
+from megatron3d.errors import UserError, one_line
+from megatron3d.runtime.arguments import MAX_NUMBER, MAX_RANKS, positive, shorten, whole, whole_number
+from megatron3d.runtime.program import run_tool
 
 
 def show(arguments: argparse.Namespace) -> None:

@@ -16,15 +16,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron3d.errors import UserError
-from megatron3d.model.linears import linear_sizes
+from megatron3d.model.linear_spec import linear_sizes
 from megatron3d.parallel.layout import Layout
 from megatron3d.parallel.matmul_plan import MatmulPlan, Traffic, traffic
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.modes import MODES, build_mode
 from megatron3d.parallel.modes.mode import Mode
-from megatron3d.runtime.arguments import ToolParser, whole
-from megatron3d.runtime.limits import MAX_RANKS, shorten, whole_number
-from megatron3d.runtime.tool_main import run_tool
+from megatron3d.runtime.arguments import MAX_RANKS, ToolParser, shorten, whole, whole_number
+from megatron3d.runtime.program import run_tool
 
 HEADER = ("ranks", "mode", "form", "shape", "residual", "weights", "calls", "GB sent", "of 1-D", "GB over each axis")
 ALIGN = ("--:", ":--", ":--", ":--", "--:", "--:", "--:", "--:", "--:", ":--")

@@ -21,8 +21,8 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
-from megatron3d.data.preprocess.input_chunks import find_inputs
-from megatron3d.data.preprocess.records import TEXT_KEY
+from megatron3d.data.preprocess.inputs import find_inputs
+from megatron3d.data.preprocess.readers import TEXT_KEY
 from megatron3d.data.preprocess.tokenizer_training import (
     TrainingText,
     collect_characters,
@@ -30,11 +30,10 @@ from megatron3d.data.preprocess.tokenizer_training import (
     train_sentencepiece,
 )
 from megatron3d.data.token_files.files import replace_output, with_suffix
-from megatron3d.data.tokenizers.model_file import MAX_VOCAB_SIZE
-from megatron3d.data.tokenizers.tokenizer import build_tokenizer
+from megatron3d.data.tokenizers.tokenizer import MAX_VOCAB_SIZE, build_tokenizer
 from megatron3d.errors import UserError
 from megatron3d.runtime.arguments import ToolParser, real, whole
-from megatron3d.runtime.tool_main import run_tool, spinner
+from megatron3d.runtime.program import run_tool, spinner
 
 # By --type, the tokenizer that reads the model and the suffix of its file.
 OUTPUTS = {

@@ -20,17 +20,16 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from megatron3d.config.arguments import ConfigParser
-from megatron3d.config.model_schema import ModelConfig
+from megatron3d.attention.context.plan import head_axes
+from megatron3d.config.cli import ConfigParser
 from megatron3d.config.read import read_config
 from megatron3d.config.report import batch_arithmetic
 from megatron3d.config.run_spec import RunSpec
-from megatron3d.config.schema import Config, ParallelConfig
+from megatron3d.config.schema import Config, ModelConfig, ParallelConfig
 from megatron3d.config.validate.facts import Facts
-from megatron3d.config.validate.pipeline import file_problems
+from megatron3d.config.validate.layout import file_problems
 from megatron3d.config.validate.rules import check
 from megatron3d.errors import UserError
-from megatron3d.parallel.context_exchange import head_axes
 from megatron3d.parallel.mesh import CONTEXT, Mesh
 from megatron3d.parallel.modes import MODES
 from megatron3d.runtime import process
@@ -226,9 +225,8 @@ def compare(
 
     With experts and another precision, also return how many tokens choose other experts in it.
     """
-    from megatron3d.comm.host_comm import HostComm
+    from megatron3d.comm.host_comm import HostComm, LaggingComm
     from megatron3d.comm.interface import Comm
-    from megatron3d.comm.lagging_comm import LaggingComm
     from megatron3d.train.state import connect
     from megatron3d.verify.layouts import differences, flips, trace
 

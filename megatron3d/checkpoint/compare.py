@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron3d.checkpoint.index import Index, StoredTensor, read_index
-from megatron3d.checkpoint.piece import Piece
+from megatron3d.checkpoint.pieces import Piece
 from megatron3d.checkpoint.read import load_with_index
 from megatron3d.errors import UserError
 from megatron3d.parallel.layout import Box, Shape, box_shape

@@ -3,22 +3,65 @@
 .iter_0000100.tmp  --rename-->  iter_0000100      then latest_checkpointed_iteration.txt is replaced
 iter_0000100       --rename-->  .iter_0000100.old     just before, where that iteration had been saved already
 iter_0000050       --rename-->  .iter_0000050.gone    before it is removed
+
+Retention of checkpoints: the newest k, every n-th iteration permanently, and the newest non-persistent one.
+
+run/iter_0000100 ...                  permanent, as far as `RetentionPolicy` says
+run/non_persistent/iter_0000130       only the newest, until a permanent one is newer
 """
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError
 
 from megatron3d.checkpoint.index import FILE_NAME
+from megatron3d.config.schema import CheckpointConfig
 from megatron3d.config.validate.files import NON_PERSISTENT, TRACKER
 from megatron3d.errors import UserError
-from megatron3d.runtime.files import hidden, publish_folder, remove, write_text
+from megatron3d.runtime.files import hidden, open_locked, publish_folder, remove, write_text
+
+LOCK_FILE = ".lock"
+
+
+class FolderLock:
+    """Lock held from construction until `release` or the end of the process; raises UserError where it is taken."""
+
+    def __init__(self, root: Path) -> None:
+        path = root / LOCK_FILE
+        try:
+            self._file = open_locked(path)
+        except BlockingIOError:
+            with path.open("rb") as file:
+                owner = file.read(200).decode(errors="backslashreplace").strip() or "another process"
+            raise UserError(
+                f"checkpoint.save={root}: {owner} is saving to this folder; wait for it, end it, or save elsewhere"
+            ) from None
+        except OSError as error:
+            raise UserError(
+                f"checkpoint.save={root}: {path.name} cannot be locked ({error.strerror}); save to a folder that you "
+                "own, on a file system with flock"
+            ) from error
+        self._write(f"process {os.getpid()} on {socket.gethostname()}")
+
+    def _write(self, text: str) -> None:
+        self._file.truncate(0)
+        self._file.seek(0)
+        self._file.write(text.encode())
+
+    def release(self) -> None:
+        """Release the lock."""
+        if not self._file.closed:
+            self._write("")
+            self._file.close()
 
 
 def iteration_folder(root: Path, iteration: int) -> Path:
@@ -191,3 +234,52 @@ def _available(root: Path) -> str:
     """Return the part of an error message that names the checkpoints that can be loaded instead."""
     names = sorted(path.name for path in root.glob("iter_*") if (path / FILE_NAME).is_file())
     return f"load one of {', '.join(names)} by its folder" if names else "give a folder that a run has saved to"
+
+
+@dataclass(frozen=True)
+class RetentionPolicy:
+    """Retain the newest `latest` checkpoints (None: all), and those of iterations that `interval` divides."""
+
+    latest: int | None = None
+    interval: int | None = None
+
+    @staticmethod
+    def of(config: CheckpointConfig) -> RetentionPolicy:
+        """Return the configured policy; `save_retain_interval` alone also retains the newest, as in Megatron."""
+        alone = 1 if config.save_retain_interval else None
+        return RetentionPolicy(config.keep_latest_k or alone, config.save_retain_interval)
+
+    def retains(self, iteration: int, num_newer: int) -> bool:
+        """Return whether a checkpoint stays when there are `num_newer` newer ones."""
+        is_kept = self.interval is not None and iteration % self.interval == 0
+        return is_kept or self.latest is None or num_newer < self.latest
+
+
+def prune(root: Path, policy: RetentionPolicy) -> None:
+    """Remove checkpoints that the policy does not retain, after the one that the tracker names is complete.
+
+    Checkpoints later than the tracker are left alone.
+    """
+    last = read_tracker(root)
+    assert last is not None, f"{root} has a checkpoint, but no tracker"
+    past = sorted((iteration for iteration in finished_checkpoints(root) if iteration <= last), reverse=True)
+    for newer, iteration in enumerate(past):
+        if not policy.retains(iteration, newer):
+            _remove(finished_checkpoints(root)[iteration])
+
+
+def remove_non_persistent(root: Path, iteration: int) -> None:
+    """Remove non-persistent checkpoints that are not newer than the permanent one of `iteration`."""
+    place = root / NON_PERSISTENT
+    last = read_tracker(place)
+    if last is not None and last <= iteration:
+        (place / TRACKER).unlink()
+        _remove(place)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder after renaming it, so that a partly removed one never looks like a checkpoint."""
+    gone = removal_folder(folder)
+    remove(gone)
+    folder.rename(gone)
+    remove(gone)

@@ -7,6 +7,15 @@ that need a part of a box reads it whole and verifies it, so that every byte is 
     box in the file       | . . . . . . o . |        o: one element of the box, chosen by its checksum
     needed by rank 0      | . . . .                  reads its half
     needed by rank 1              . . o . |          reads the whole box, verifies it, takes its half
+
+Loading of a checkpoint by all ranks of a run: the index is parsed once, and every byte is read and verified once.
+
+    rank 0                  index.json -> parsed, checked -> broadcast as tuples
+    replica 0 of 2          | a a a . . . |   reads half of the boxes that both need, and verifies them
+    replica 1 of 2          | . . . b b b |   reads the other half
+    both, after the sum     | a a a b b b |   the elements that a rank has not read are 0
+
+The sum is one of integers, so that the bits of each element stay.
 """
 
 from __future__ import annotations
@@ -15,9 +24,11 @@ import math
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import JsonValue
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -25,15 +36,19 @@ from torch import Tensor
 from megatron3d.checkpoint.index import (
     FILE_NAME,
     Index,
+    PlainIndex,
     StoredBox,
     StoredTensor,
     intersection,
     read_index,
     slices_within,
 )
-from megatron3d.checkpoint.piece import Piece, checksum, dtype_name
+from megatron3d.checkpoint.pieces import Piece, checksum, dtype_name
+from megatron3d.comm.interface import Comm, ObjectCollectives
+from megatron3d.comm.objects import on_rank_0, run_on_all_ranks
 from megatron3d.errors import UserError
 from megatron3d.parallel.layout import Box, box_shape
+from megatron3d.parallel.mesh import Axes
 
 Wanted = tuple[Box, Piece]
 BoxesByFile = Sequence[tuple[str, Mapping[StoredBox, list[Wanted]]]]
@@ -260,3 +275,60 @@ def _load_file(
             for common, piece in wanted:
                 piece.tensor.detach()[slices_within(common, piece.box)].copy_(box[slices_within(common, stored.box)])
     return boxes.problems
+
+
+# Integers that NCCL and gloo add, by the bytes of an element; others are added byte by byte.
+_WORDS = {4: torch.int32, 8: torch.int64}
+
+
+def read_index_on_all_ranks(
+    folder: Path,
+    comm: ObjectCollectives,
+    names: Iterable[str],
+    prefix: str = "",
+    read: Callable[[Path], Index] | None = None,
+) -> Index:
+    """Return the index of the tensors `names`, which rank 0 reads, perhaps with `read`, and broadcasts.
+
+    All ranks raise UserError if the index is missing or damaged, for tensors whose names start with `prefix`.
+    """
+
+    def parse() -> PlainIndex:
+        index = (read or read_index)(folder)
+        raise_if_damaged(folder, find_index_damage(index.with_prefix(prefix)))
+        return index.plain()
+
+    return Index.of_plain(on_rank_0(comm, parse), names)
+
+
+def load_on_all_ranks(
+    source: BoxSource, pieces: Sequence[Piece], memory: Iterable[Tensor], comm: Comm, replicas: Axes
+) -> list[str]:
+    """Fill the pieces of all ranks and return each damage, on all ranks; after damage the values are undefined.
+
+    All ranks raise UserError with all differences between the pieces and the index.
+
+    Args:
+        memory: contiguous tensors of which the pieces are views; what no piece covers becomes 0.
+        replicas: axes along which all ranks have the same pieces, of which each reads a part; each axis has a group.
+    """
+    tensors, mesh = list(memory), comm.mesh
+
+    def read() -> list[str]:
+        for tensor in tensors:
+            tensor.zero_()
+        return load_share(source, pieces, (mesh.index(replicas), mesh.size(replicas)))
+
+    damage = distinct_on_all_ranks(comm, read)
+    for tensor in tensors if not damage else ():
+        words = tensor.view(-1).view(_WORDS.get(tensor.element_size(), torch.int8))
+        for axis in mesh.nontrivial(replicas):
+            comm.all_reduce(words, (axis,)).wait()
+    return damage
+
+
+def distinct_on_all_ranks(comm: ObjectCollectives, find: Callable[[], Sequence[str]]) -> list[str]:
+    """Return the distinct sentences that `find` returns on all ranks, on every rank; errors as `run_on_all_ranks`."""
+    found = run_on_all_ranks(comm, find)
+    sentences: list[str] = comm.broadcast_object(found and list(dict.fromkeys(chain(*found))))
+    return sentences

@@ -3,18 +3,28 @@
 run/latest_checkpointed_iteration.txt        "100"
 run/iter_0000100/index.json                  which box of which tensor is in which file, and its checksum
 run/iter_0000100/rank_00000.safetensors      the boxes that rank 0 wrote
+
+Writing of one rank's safetensors file box by box, without building it in memory.
+
+8 bytes: length of the header | header: {"w[0:2,0:4]": {"dtype", "shape", "data_offsets"}, ...} | bytes of the boxes
+(https://github.com/huggingface/safetensors, "Format"; little-endian, boxes without holes between them)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
+import xxhash
 from pydantic import JsonValue
 
-from megatron3d.checkpoint.index import FILE_NAME, Index, StoredTensor, merge_tensors, read_index
-from megatron3d.checkpoint.piece import Piece
+from megatron3d.checkpoint.index import FILE_NAME, Index, StoredBox, StoredTensor, merge_tensors, read_index
+from megatron3d.checkpoint.pieces import CHUNK_BYTES, DTYPES, Piece, dtype_name, raw_bytes
 from megatron3d.checkpoint.publish import (
+    candidates,
     explain_write_errors,
     iteration_folder,
     latest,
@@ -24,12 +34,62 @@ from megatron3d.checkpoint.publish import (
     resolve,
     temporary_folder,
 )
-from megatron3d.checkpoint.read import load, load_with_index, read_meta
-from megatron3d.checkpoint.write import write_boxes
+from megatron3d.checkpoint.read import find_damage, load, load_with_index, read_meta
 from megatron3d.comm.interface import ObjectCollectives
-from megatron3d.comm.run_on_all_ranks import run_on_all_ranks
+from megatron3d.comm.objects import run_on_all_ranks
 from megatron3d.errors import UserError
-from megatron3d.runtime.files import write_text
+from megatron3d.runtime.files import fsync, write_text
+
+ORDER = {dtype: place for place, dtype in enumerate(DTYPES)}
+
+
+def write_boxes(path: Path, pieces: Iterable[Piece]) -> dict[str, StoredTensor]:
+    """Write the pieces that are not empty to a new file and fsync it; return the stored boxes by tensor.
+
+    Needs memory for one box where pieces are not contiguous on the host, else none.  Creates no file without pieces.
+    Raises OSError where the file cannot be written.
+    """
+    nonempty = sorted((piece for piece in pieces if piece.tensor.numel()), key=lambda piece: ORDER[piece.tensor.dtype])
+    keys = [piece.key for piece in nonempty]
+    assert len(set(keys)) == len(keys), f"{path.name} was given twice: {[key for key in keys if keys.count(key) > 1]}"
+    if not nonempty:
+        return {}
+    with path.open("xb") as file:
+        file.write(_header(nonempty))
+        checksums = [_write_all(file, piece) for piece in nonempty]
+    fsync(path)
+    stored: dict[str, StoredTensor] = {}
+    for piece, checksum in zip(nonempty, checksums, strict=True):
+        box = StoredBox(box=piece.box, file=path.name, key=piece.key, checksum=checksum)
+        before = stored[piece.name].boxes if piece.name in stored else ()
+        dtype = dtype_name(piece.tensor.dtype)
+        stored[piece.name] = StoredTensor(shape=piece.shape, dtype=dtype, boxes=(*before, box))
+    return stored
+
+
+def _header(pieces: Sequence[Piece]) -> bytes:
+    """Return the header, padded with spaces so that the first box starts at a multiple of 8 bytes."""
+    assert sys.byteorder == "little", "safetensors files are little-endian"
+    table, end = {}, 0
+    for piece in pieces:
+        begin, end = end, end + piece.tensor.nbytes
+        entry = {"dtype": DTYPES[piece.tensor.dtype], "shape": list(piece.tensor.shape), "data_offsets": [begin, end]}
+        table[piece.key] = entry
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _write_all(file: BinaryIO, piece: Piece) -> str:
+    """Write a box and return its checksum, computed chunk by chunk while the chunk is in the CPU's cache."""
+    content, digest = raw_bytes(piece.compute() if piece.compute else piece.tensor), xxhash.xxh3_64()
+    assert len(content) == piece.tensor.nbytes, f"{piece.key} has {len(content)} bytes, not {piece.tensor.nbytes}"
+    for start in range(0, len(content), CHUNK_BYTES):
+        chunk = content[start : start + CHUNK_BYTES]
+        digest.update(chunk)
+        file.write(chunk)
+    return digest.hexdigest()
+
 
 __all__ = ["Index", "Piece", "latest", "load", "load_with_index", "read_index", "read_meta", "resolve", "save"]
 
@@ -76,3 +136,40 @@ def _finish(
     with explain_write_errors(folder):
         write_text(temporary_folder(folder) / FILE_NAME, index.model_dump_json())
         publish(folder, iteration)
+
+
+WHOLE = (0, 1)
+
+
+def verify(folder: Path, share: tuple[int, int] = WHOLE) -> tuple[str, ...]:
+    """Read all bytes of a checkpoint and return a sentence for each damage.
+
+    Args:
+        share: (i, n) reads only the i-th of n shares of the files.
+    """
+    try:
+        return tuple(find_damage(folder, read_index(folder), share))
+    except UserError as error:
+        return error.problems
+
+
+def newest_intact(root: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
+    """Return the newest intact checkpoint of a run (None: there is none), and the newer ones skipped, with reasons.
+
+    Reads all bytes of what it finds, and never raises for the content of the folder.  A checkpoint later than the
+    tracker is skipped, since its save was not finished, or the run was rolled back to before it.
+    """
+    return first_intact(candidates(root), verify)
+
+
+def first_intact(
+    found: Iterable[tuple[Path, str | None]], damage_of: Callable[[Path], Sequence[str]]
+) -> tuple[Path | None, list[tuple[Path, str]]]:
+    """Return the first checkpoint without a refusal and without damage, and those skipped before it, with reasons."""
+    skipped: list[tuple[Path, str]] = []
+    for folder, refusal in found:
+        problems = [refusal] if refusal else damage_of(folder)
+        if not problems:
+            return folder, skipped
+        skipped.append((folder, "; ".join(problems[:3]) + (f"; and {len(problems) - 3} more" if problems[3:] else "")))
+    return None, skipped

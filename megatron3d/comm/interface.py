@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from megatron3d.parallel.links import Link
 from megatron3d.parallel.mesh import Axes, Mesh
-from megatron3d.parallel.p2p import Link
 
 # Writes a b^T into the first tensor [M, N], of a [M, K] and b [N, K].
 PutProduct = Callable[[Tensor, Tensor, Tensor], None]

@@ -1,4 +1,6 @@
-"""Object collectives: over a process group, or in a tree over the rendezvous store.
+"""Object collectives, and errors that all ranks raise together.
+
+Object collectives: over a process group, or in a tree over the rendezvous store.
 
     rank 0  <-  1 ... 32  <-  33 ... 1056  <-  ...        gather: every rank adds its children's values to its own
     rank 0  ->  1 ... 32  ->  33 ... 1056  ->  ...        broadcast: every rank passes the value on to its children
@@ -10,15 +12,17 @@ A group of all ranks would connect every rank with every other (gloo) or give ea
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from megatron3d.comm.interface import ObjectCollectives
+from megatron3d.errors import UserError
 from megatron3d.parallel.mesh import Mesh
-from megatron3d.runtime.backends import CPU_BACKEND
+from megatron3d.runtime.machine import CPU_BACKEND
 
 FAN_IN = 32
 # The store refuses values of more than 8 MiB.
@@ -137,3 +141,47 @@ def background_comm(mesh: Mesh, timeout_s: float = 3600.0) -> ObjectCollectives:
     All ranks must call this at the same place.
     """
     return store_objects(mesh, timedelta(seconds=timeout_s))
+
+
+T = TypeVar("T")
+
+
+def run_on_all_ranks(comm: ObjectCollectives, action: Callable[[], T]) -> list[T] | None:
+    """Run `action` on every rank; return the results in rank order on rank 0, None elsewhere.
+
+    Returns when all ranks are done.  Raises UserError with the distinct problems of all ranks (an OSError is one), or
+    RuntimeError naming the ranks where another exception occurred.  The action must not communicate.
+    """
+    result: T | None = None
+    problems: tuple[str, ...] = ()
+    crash: Exception | None = None
+    try:
+        result = action()
+    except UserError as error:
+        problems = error.problems
+    except OSError as error:
+        problems = UserError.of(error).problems
+    except Exception as error:
+        crash = error
+    crashed = f"rank {comm.mesh.rank}: {crash!r}" if crash else None
+    gathered = comm.gather_object((result, problems, crashed))
+    failures = ([], []) if gathered is None else _collect_failures(gathered)
+    all_problems, all_crashes = comm.broadcast_object(failures)
+    if all_crashes:
+        raise RuntimeError("; ".join(all_crashes)) from crash
+    UserError.collect(all_problems)
+    return None if gathered is None else [result for result, _, _ in gathered]
+
+
+def on_rank_0(comm: ObjectCollectives, action: Callable[[], T]) -> T:
+    """Run `action` on rank 0 and return its result on every rank; errors as `run_on_all_ranks`."""
+    results: list[T] = []
+    run_on_all_ranks(comm, lambda: results.append(action()) if comm.mesh.rank == 0 else None)
+    result: T = comm.broadcast_object(results[0] if results else None)
+    return result
+
+
+def _collect_failures(gathered: list[tuple[object, tuple[str, ...], str | None]]) -> tuple[list[str], list[str]]:
+    """Return the distinct UserError problems and the other exceptions of all ranks."""
+    problems = dict.fromkeys(problem for _, found, _ in gathered for problem in found)
+    return list(problems), [crashed for _, _, crashed in gathered if crashed]

@@ -2,6 +2,13 @@
 
 Only modules of this package and of the runtime import torch.distributed.  Sizes are checked here, since not every
 backend does.
+
+Collectives over all ranks as collectives over parts of the mesh's axes, one after another.
+
+    4 x 8 x 2 ranks:    over all 64    =    over data, then over pipeline, then over t
+
+The parts have groups already, since training communicates over them.  A group of all ranks would be one communicator
+more, with connections to every rank and its own memory on every GPU, for a few numbers per step.
 """
 
 from __future__ import annotations
@@ -17,16 +24,95 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron3d.comm import matmul_rounds, symmetric_memory
-from megatron3d.comm.collective_log import CollectiveLog
-from megatron3d.comm.interface import Counts, GatheredProduct, Pending, PutProduct, completed
+from megatron3d.comm.interface import Comm, Counts, GatheredProduct, Pending, PutProduct, completed
 from megatron3d.comm.objects import GroupObjects, store_objects
-from megatron3d.comm.process_groups import ProcessGroups, current_device
-from megatron3d.comm.shard_order import below_one_another, group_order, joined
-from megatron3d.comm.transfers import Works, send_and_receive
-from megatron3d.comm.whole_mesh import all_gather_by_parts, all_reduce_by_parts
+from megatron3d.comm.process_groups import CollectiveLog, ProcessGroups, current_device
+from megatron3d.parallel.links import Link
 from megatron3d.parallel.mesh import Axes, Mesh, disjoint_cover
-from megatron3d.parallel.p2p import Link
-from megatron3d.runtime.backends import CPU_BACKEND, GPU_BACKEND
+from megatron3d.runtime.machine import CPU_BACKEND, GPU_BACKEND
+
+
+def group_order(mesh: Mesh, axes: Axes) -> list[int] | None:
+    """Return the position of each shard of `axes` in the group's order; None where the orders are equal."""
+    place = {rank: index for index, rank in enumerate(sorted(mesh.ranks(axes)))}
+    order = [place[rank] for rank in mesh.ranks(axes)]
+    return None if order == sorted(order) else order
+
+
+def joined(x: Tensor, ranks: int, order: list[int] | None, dim: int) -> Tensor:
+    """Return shards, one below the other in the group's order, concatenated along `dim` in the order of the axes."""
+    if dim == 0 and order is None:
+        return x
+    shards: Tensor = x.unflatten(0, (ranks, -1))
+    shards = shards if order is None else shards[order]
+    return shards.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def below_one_another(x: Tensor, ranks: int, order: list[int] | None, dim: int) -> Tensor:
+    """Return the shards of `x` along `dim`, contiguous and one below the other in the group's order."""
+    if dim != 0 or order is not None:
+        shards = x.unflatten(dim, (ranks, -1)).movedim(dim, 0)
+        shards = shards if order is None else shards[[order.index(place) for place in range(ranks)]]
+        x = shards.flatten(0, 1)
+    return x.contiguous()
+
+
+class Works:
+    """Works of one transfer: its send and its receive (gloo), or one work of both (NCCL)."""
+
+    def __init__(self, works: list[dist.Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        """Wait for all of them."""
+        for work in self._works:
+            work.wait()
+
+    def is_completed(self) -> bool:
+        """Return whether all of them are done."""
+        return all(work.is_completed() for work in self._works)
+
+
+def send_and_receive(x: Tensor, to: int, out: Tensor, source: int, group: dist.ProcessGroup | None) -> Works:
+    """Start to send `x` to rank `to` and to receive `out` from rank `source`; both are global ranks of the group."""
+    send, receive = dist.P2POp(dist.isend, x, to, group), dist.P2POp(dist.irecv, out, source, group)
+    return Works(dist.batch_isend_irecv([send, receive]))
+
+
+def all_reduce_by_parts(comm: Comm, x: Tensor, parts: tuple[Axes, ...], op: str) -> Pending:
+    """Return `x` reduced over all `parts`, in place if it is contiguous; only the first part starts at once."""
+    first, *others = parts
+    pending = comm.all_reduce(x, first, op)
+
+    def finish() -> Tensor:
+        total = pending.wait()
+        for axes in others:
+            total = comm.all_reduce(total, axes, op).wait()
+        return total
+
+    return Pending(finish)
+
+
+def all_gather_by_parts(comm: Comm, x: Tensor, parts: tuple[Axes, ...]) -> Pending:
+    """Return all ranks' shards `x` [n, ...], concatenated along dim 0 in rank order.
+
+    The parts have every axis of the mesh that has more than one rank.  Only the first one starts at once.
+    """
+    first, *others = parts
+    pending = comm.all_gather(x, first, 0)
+
+    def finish() -> Tensor:
+        whole = pending.wait()
+        for axes in others:
+            whole = comm.all_gather(whole, axes, 0).wait()
+        slowest_first = [axis for axes in reversed(parts) for axis in axes]
+        shards: Tensor = whole.unflatten(0, (*(comm.mesh.sizes[axis] for axis in slowest_first), len(x)))
+        order = [slowest_first.index(axis) for axis in comm.mesh.in_order(slowest_first)]
+        rest = range(len(order), shards.dim())
+        return shards.permute(*order, *rest).flatten(0, len(order))
+
+    return Pending(finish)
+
 
 # torch 2.13 renamed these two and warns about the old names, the only ones in torch 2.11.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -2,27 +2,61 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
-from megatron3d.config.arguments import ConfigParser
 from megatron3d.config.model_defaults import resolve_architecture
 from megatron3d.config.read import Resolved, read
-from megatron3d.config.report import batch_arithmetic, render
+from megatron3d.config.report import batch_arithmetic, render, slow_shapes
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
-from megatron3d.config.slow_shapes import slow_shapes
+from megatron3d.config.suggest import nearest, nearest_key, value_of
 from megatron3d.config.validate.facts import Facts
 from megatron3d.config.validate.files import check_files
 from megatron3d.config.validate.rules import layout_problems, value_problems
-from megatron3d.errors import UserError
-from megatron3d.model.flops import num_parameters
-from megatron3d.runtime.arguments import whole
-from megatron3d.runtime.exit_codes import ExitCode
-from megatron3d.runtime.limits import MAX_RANKS
+from megatron3d.errors import ExitCode, UserError
+from megatron3d.model.linear_spec import num_parameters
+from megatron3d.runtime.arguments import MAX_RANKS, ToolParser, shorten, whole
+
+
+class ConfigParser(ToolParser):
+    """Parser with `section.key=value` as positional arguments, which names the key that an unknown option is here."""
+
+    def __init__(self, program: str, description: str) -> None:
+        super().__init__(program, description=description, allow_abbrev=False)
+
+    def add_overrides(self, about: str) -> None:
+        """Add `overrides`, a list of `section.key=value`."""
+        self.add_argument("overrides", nargs="*", metavar="section.key=value", help=about)
+
+    def parse_args(  # type: ignore[override]  # argparse also takes objects of other classes
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        """Parse options and overrides in any order; exit with code 2 and one message for all unknown options."""
+        words = sys.argv[1:] if args is None else list(args)
+        typed, unknown = self.parse_known_intermixed_args(words, namespace)
+        following = dict(pairwise([*words, "-"]))
+        if problems := [self._problem(word, following.get(word, "-")) for word in unknown if word.startswith("-")]:
+            self.error("\n".join(problems))
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return typed
+
+    def _problem(self, word: str, after: str) -> str:
+        """Return what to write in place of an unknown option, which the word `after` follows."""
+        flag, equals, given = word.partition("=")
+        section, _, name = flag.lstrip("-").rpartition(".")
+        value = value_of(name) or given or ("VALUE" if equals or after.startswith("-") or "=" in after else after)
+        own, key = nearest(flag, self._option_string_actions, 0.88), nearest_key(section, name)
+        if own or key:
+            return f"{shorten(word)}: no option of this program; use {own or f'{key}={shorten(value)}'}"
+        return f"{shorten(word)}: no option of this program; --help lists them, docs/configuration.md the keys"
+
 
 # Keys from which other model sizes are derived, which the tensor axes must divide.
 _SHAPE = frozenset({"model.family", "model.activation", "model.hidden_size", "model.num_attention_heads"})

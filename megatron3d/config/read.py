@@ -10,12 +10,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megatron3d.config.schema import Config
-from megatron3d.config.section import Refused
+from megatron3d.config.schema import Config, Refused
 from megatron3d.config.suggest import SECTIONS, nearest, nearest_key, one_of
 from megatron3d.config.yaml_origins import Entry, parse_value, read_document, show
 from megatron3d.errors import UserError
-from megatron3d.runtime.limits import shorten
+from megatron3d.runtime.arguments import shorten
 
 COMMAND_LINE = "command line"
 DEFAULT = "default"

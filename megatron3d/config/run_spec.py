@@ -2,8 +2,8 @@
 
     config, world size, tokenizer  ->  RunSpec  ->  training
                                                 ->  dry run            (verify/dry_run)
-                                                ->  time prediction    (analysis/cost_model)
-                                                ->  memory prediction  (analysis/memory_model)
+                                                ->  time prediction    (forecast/time)
+                                                ->  memory prediction  (forecast/memory)
 
 All four read the properties of one `RunSpec`, so that none can differ in what it derives.  Every property is computed
 when it is first read: the rules in config/validate/ read those that are defined for a configuration that breaks others.
@@ -17,26 +17,24 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron3d.attention.context.plan import with_context
 from megatron3d.config.model_defaults import resolve_architecture, token_dispatcher
 from megatron3d.config.schema import Config
-from megatron3d.data.corpus.spec import CorpusSpec
-from megatron3d.data.ramp import Batches, make_ramp
+from megatron3d.data.corpus.plan import CorpusSpec
+from megatron3d.data.ramp_plan import Batches, make_ramp
 from megatron3d.errors import UserError
-from megatron3d.model.architecture import Architecture
-from megatron3d.model.groups import communication_axes, pipeline_links
-from megatron3d.model.recompute_spec import CORE_ATTN, UNIFORM, Recompute
-from megatron3d.model.stages import divide, make_stages
-from megatron3d.parallel.context import with_context
-from megatron3d.parallel.expert_ranks import stage_axes, with_experts
-from megatron3d.parallel.loss_chunks import GPU_LOSS_CHUNK, LossChunk
+from megatron3d.experts.plan import stage_axes, with_experts
+from megatron3d.linear.overlap_plan import TPOverlap
+from megatron3d.model.group_plan import communication_axes, pipeline_links
+from megatron3d.model.spec import CORE_ATTN, UNIFORM, Architecture, Recompute
+from megatron3d.model.stage_plan import divide, make_stages
+from megatron3d.ops.plan import GPU_LOSS_CHUNK, LossChunk
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.modes import MODES, build_mode
 from megatron3d.parallel.modes.mode import Mode
 from megatron3d.parallel.parallel_state import ParallelSizes, ParallelState
 from megatron3d.parallel.sharding import Sharding, bucket_bytes
-from megatron3d.parallel.tp_overlap import TPOverlap
-from megatron3d.pipeline.action_costs import Costs
-from megatron3d.pipeline.actions import Schedule, stage_to_rank
+from megatron3d.pipeline.actions import Costs, Schedule, stage_to_rank
 from megatron3d.pipeline.schedules import FROM_FILE, SCHEDULES, build_schedule, load_schedule
 from megatron3d.pipeline.spec import Pipeline, layer_flops
 

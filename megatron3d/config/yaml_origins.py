@@ -16,7 +16,7 @@ from typing import NamedTuple
 import yaml
 
 from megatron3d.errors import UserError
-from megatron3d.runtime.limits import MAX_QUOTED, read_limited, shorten
+from megatron3d.runtime.arguments import MAX_QUOTED, read_limited, shorten
 
 # Levels of lists and mappings in each other, and values of a file with every alias written out.
 MAX_DEPTH, MAX_NODES = 20, 20_000

@@ -18,17 +18,15 @@ import torch
 from torch import Tensor
 
 from megatron3d.checkpoint import store
-from megatron3d.checkpoint.param_pieces import param_pieces
-from megatron3d.checkpoint.piece import Piece
+from megatron3d.checkpoint.pieces import Piece, param_pieces
 from megatron3d.comm.process_comm import ProcessComm
-from megatron3d.convert.hub_fields import HubConfig
+from megatron3d.convert.fields import HubConfig
 from megatron3d.convert.reference_models import REFERENCE_LOGITS, Weights
-from megatron3d.model.architecture import Architecture
 from megatron3d.model.gpt import GPT
-from megatron3d.model.layer_kinds import EXPERT_BIAS
-from megatron3d.model.params import EMBEDDING, HEAD
-from megatron3d.model.stages import Stage, StageAssignment, make_stages
-from megatron3d.parallel.loss_chunks import LossChunk
+from megatron3d.model.param_spec import EMBEDDING, HEAD
+from megatron3d.model.spec import EXPERT_BIAS, Architecture
+from megatron3d.model.stage_plan import Stage, StageAssignment, make_stages
+from megatron3d.ops.plan import LossChunk
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.modes import MODES, build_mode
 

@@ -8,14 +8,24 @@ from functools import partial
 
 from pydantic import JsonValue, ValidationError
 
-from megatron3d.config.model_schema import ModelConfig
-from megatron3d.convert.hub_fields import METADATA, SWITCHES, HubConfig, ModelType, arch_value, show
-from megatron3d.convert.model_types import MODEL_TYPES
-from megatron3d.convert.rope_fields import LOCAL_BASE, read_rope, write_rope
-from megatron3d.convert.window_fields import read_layers, write_layers
+from megatron3d.attention.rotary_spec import YARN
+from megatron3d.config.schema import ModelConfig
+from megatron3d.convert.family_table import MODEL_TYPES
+from megatron3d.convert.fields import (
+    LOCAL_BASE,
+    METADATA,
+    SWITCHES,
+    HubConfig,
+    ModelType,
+    arch_value,
+    read_layers,
+    read_rope,
+    show,
+    write_layers,
+    write_rope,
+)
 from megatron3d.errors import UserError
-from megatron3d.model.architecture import Architecture
-from megatron3d.ops.rotary_spec import YARN
+from megatron3d.model.spec import Architecture
 
 # Switches for which the architecture has None where they do not matter.
 _BIASES, _LOCAL_ROPE = ("add_qkv_bias", "add_mlp_bias"), (LOCAL_BASE,)

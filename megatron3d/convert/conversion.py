@@ -5,6 +5,7 @@ from: config.json, *.safetensors, tokenizer     to: config.yaml, iter_0000000/, 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -15,31 +16,40 @@ from pydantic import JsonValue
 from torch import Tensor
 
 from megatron3d.checkpoint import store
-from megatron3d.checkpoint.index import read_index
-from megatron3d.checkpoint.meta import read_meta
+from megatron3d.checkpoint.index import read_index, read_meta
 from megatron3d.checkpoint.store import Piece
 from megatron3d.comm.process_comm import ProcessComm
-from megatron3d.config.io_schema import DataConfig
 from megatron3d.config.model_defaults import resolve_architecture
 from megatron3d.config.read import Resolved, read_config
 from megatron3d.config.report import write_resolved
-from megatron3d.config.schema import Config
+from megatron3d.config.schema import CheckpointConfig, Config, DataConfig, Section
 from megatron3d.config.suggest import SECTIONS
 from megatron3d.convert import compare
 from megatron3d.convert.compare import LogitComparison
 from megatron3d.convert.config_json import model_type_of, read_settings, represents, write_settings
-from megatron3d.convert.hub_fields import HubConfig
-from megatron3d.convert.hub_index import weights_meta
-from megatron3d.convert.hub_weights import DTYPES, HubWeights, refuse_code, rows_of, without_absent_modules
-from megatron3d.convert.output_files import output_folder, read_json, source_file, write_json
-from megatron3d.convert.safetensors_writer import divide, dtype_of, num_bytes, write_shards
+from megatron3d.convert.fields import HubConfig
+from megatron3d.convert.hub_weights import (
+    DTYPES,
+    HubWeights,
+    divide,
+    dtype_of,
+    num_bytes,
+    refuse_code,
+    rows_of,
+    weights_meta,
+    without_absent_modules,
+    write_shards,
+)
+from megatron3d.convert.output_files import folder_tokenizer, output_folder, read_json, source_file, write_json
 from megatron3d.convert.tensor_names import FileTensor, RowRange, file_tensors
 from megatron3d.convert.tokenizer import GENERATION, export_tokenizer, id_value, import_tokenizer, keep_token_ids
 from megatron3d.data.tokenizers.tokenizer import Tokenizer
 from megatron3d.errors import UserError
-from megatron3d.model.architecture import Architecture, architecture_of_record
+from megatron3d.model.linear_spec import num_parameters
+from megatron3d.model.spec import Architecture, architecture_of_record
 from megatron3d.parallel.layout import box_shape
 from megatron3d.parallel.mesh import Mesh
+from megatron3d.runtime.files import write_text
 
 RECORD = "conversion.json"
 MAX_SHARD_BYTES = 5 * 10**9
@@ -289,3 +299,37 @@ def _origins(source: Path) -> dict[str, str]:
 
 def _alone() -> ProcessComm:
     return ProcessComm(Mesh((("pipeline", 1), ("replica", 1), ("data", 1)), 0), ())
+
+
+def write_start(request: ConversionRequest) -> ConversionReport:
+    """Write the keys that follow from a folder to a YAML file; the run's data, layout and optimizer remain to be set.
+
+    Raises UserError with every problem of config.json and of the weight files, whose values are not read.
+    """
+    settings = read_json(source_file(request.source, "config.json"))
+    code = refuse_code(request.source, settings)
+    if request.target.exists():
+        raise UserError(f"--output {request.target}: exists already; name a new file, or remove it")
+    model, absent = without_absent_modules(request.source, read_settings(settings, request.seq_length))
+    arch, model_type = resolve_architecture(model, model.vocab_size or 0), model_type_of(settings)
+    weights = HubWeights(request.source, arch, model_type)
+    found = (request.tokenizer_type, request.tokenizer_model) if request.tokenizer_type else None
+    kind, file = found or folder_tokenizer(request.source) or (None, None)
+    train = Config().train.model_copy(update={"precision": stored_precision(weights, request.dtype)})
+    data = DataConfig.model_validate({"tokenizer_type": kind, "tokenizer_model": file} if kind else {})
+    checkpoint = CheckpointConfig(load=str(request.source), finetune=True)
+    title = f"# Starts with the weights of {request.source}: {model_type}, {num_parameters(arch):,} parameters."
+    sections = {"model": model, "train": train, "data": data, "checkpoint": checkpoint}
+    lines = [title, *(line for name, section in sections.items() for line in _lines(name, section))]
+    write_text(request.target, "\n".join(lines) + "\n")
+    missing = "" if kind else "; it has no tokenizer: set data.tokenizer_type and data.tokenizer_model"
+    return ConversionReport(
+        (*code, *absent, f"set data.data_path, checkpoint.save, the layout and the optimizer{missing}")
+    )
+
+
+def _lines(name: str, section: Section) -> Iterator[str]:
+    """Yield a section with its keys that are not at their default, as YAML."""
+    values = section.model_dump(mode="json", exclude_defaults=True)
+    if values:
+        yield from ("", f"{name}:", *(f"  {key}: {json.dumps(value)}" for key, value in values.items()))

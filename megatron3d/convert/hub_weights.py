@@ -1,6 +1,18 @@
 """Find the tensors of a Hugging Face folder, check them before any is read, and map them into memory one by one.
 
 A file is mapped once per tensor: the pages of earlier tensors, which would count as the process's memory, go.
+
+A Hugging Face folder as a checkpoint: an index that leads from logical tensors to rows of the files' tensors.
+
+    layers.0.attention.k.weight [H, H]  =  rows H to 2H of the transpose of h.0.attn.c_attn.weight in model.safetensors
+
+Nothing is converted or copied: ranks read the boxes that they need from the mapped files, as from our checkpoints.
+
+Write safetensors files tensor by tensor, with one in memory: their sizes are known before their values.
+
+    8 bytes: length of the header | header: JSON {name: {dtype, shape, data_offsets}} | the tensors' bytes, end to end
+
+Format: https://github.com/huggingface/safetensors.  Several files are named and indexed as transformers does.
 """
 
 from __future__ import annotations
@@ -10,17 +22,24 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron3d.config.model_schema import ModelConfig
-from megatron3d.convert.hub_fields import HubConfig
-from megatron3d.convert.model_types import MODEL_TYPES
-from megatron3d.convert.module_names import LAYER, MTP_COPIES
-from megatron3d.convert.output_files import source_file
+from megatron3d.checkpoint.index import Index, Meta, StoredBox, StoredTensor
+from megatron3d.checkpoint.pieces import dtype_name
+from megatron3d.checkpoint.read import BoxFile
+from megatron3d.config.model_defaults import resolve_architecture
+from megatron3d.config.schema import ModelConfig
+from megatron3d.convert.config_json import model_type_of, read_settings
+from megatron3d.convert.family_table import MODEL_TYPES
+from megatron3d.convert.fields import HubConfig
+from megatron3d.convert.output_files import folder_tokenizer, read_json, source_file, write_json
 from megatron3d.convert.tensor_names import (
+    LAYER,
+    MTP_COPIES,
     TIED_HEAD,
     FileTensor,
     Place,
@@ -28,9 +47,11 @@ from megatron3d.convert.tensor_names import (
     file_tensors,
     strip_body_prefix,
 )
+from megatron3d.data.tokenizers.tokenizer import build_tokenizer
 from megatron3d.errors import UserError
-from megatron3d.model.architecture import Architecture
+from megatron3d.model.spec import Architecture, architecture_record
 from megatron3d.parallel.layout import Shape
+from megatron3d.runtime.files import fsync
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES: Mapping[str, torch.dtype] = {
@@ -240,3 +261,125 @@ def _raise(folder: Path, problems: Iterator[str]) -> None:
     found = [f"{folder}: {problem}" for problem in problems]
     more = [f"{folder}: and {len(found) - MAX_PROBLEMS} more tensors"] if len(found) > MAX_PROBLEMS else []
     UserError.collect(found[:MAX_PROBLEMS] + more)
+
+
+def weights_meta(arch: Architecture, tokenizer: str | None, model_type: str) -> Meta:
+    """Return the metadata of a folder's weights; `tokenizer` is a fingerprint, None where it is not known."""
+    return Meta(
+        model=architecture_record(arch),
+        identity={} if tokenizer is None else {"tokenizer": tokenizer},
+        iteration=0,
+        consumed_samples=0,
+        optimizer_steps=0.0,
+        model_type=model_type,
+    )
+
+
+def read_hub_index(folder: Path) -> Index:
+    """Return the index of a Hugging Face folder, whose files are opened with `HubFile`.
+
+    Raises UserError with every field of config.json that our model cannot represent, or every problem of the files.
+    """
+    settings = read_json(source_file(folder, "config.json"))
+    refuse_code(folder, settings)
+    (model, _), model_type = without_absent_modules(folder, read_settings(settings)), model_type_of(settings)
+    arch = resolve_architecture(model, model.vocab_size or 0)
+    weights = HubWeights(folder, arch, model_type)
+    tensors: dict[str, StoredTensor] = {}
+    for tensor in weights.table:
+        stored = weights.stored(tensor.name)
+        for rows in tensor.row_ranges():
+            key = f"{_place_key(rows.place)}:{stored.name}"
+            box = StoredBox.model_construct(None, box=rows.box, file=stored.file.name, key=key, checksum="")
+            name = f"model.{rows.name}"
+            others = tensors[name].boxes if name in tensors else ()
+            dtype = dtype_name(stored.dtype)
+            tensors[name] = StoredTensor.model_construct(None, shape=rows.shape, dtype=dtype, boxes=(*others, box))
+    found = folder_tokenizer(folder)
+    meta = weights_meta(arch, found and build_tokenizer(*found).fingerprint, model_type)
+    return Index.model_construct(None, iteration=0, meta=meta.model_dump(), tensors=tensors)
+
+
+class HubFile(BoxFile):
+    """An open safetensors file of a Hugging Face folder; `read_hub_index` says which rows of its tensors a box is."""
+
+    def box(self, file: Any, stored: StoredBox) -> Tensor:
+        """Return rows of a tensor, memory-mapped from an open file."""
+        *numbers, name = stored.key.split(":", len(Place._fields))
+        start, step, column, expert, is_transposed = map(int, numbers)
+        place = Place(start, step, column, expert, bool(is_transposed))
+        (low, high), *others = stored.box
+        shape = (high - low, *(end - begin for begin, end in others))
+        return view_of(file.get_tensor(name), place, high - low, shape)
+
+
+def _place_key(place: Place) -> str:
+    return ":".join(str(int(number)) for number in place)
+
+
+_CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
+
+
+@dataclass(frozen=True)
+class SafetensorsFile:
+    """A file and its tensors."""
+
+    name: str
+    tensors: tuple[FileTensor, ...]
+
+
+def dtype_of(tensor: FileTensor, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a tensor in a file whose weights have a dtype: state stays in fp32, as training has it."""
+    return torch.float32 if tensor.is_state else dtype
+
+
+def num_bytes(tensor: FileTensor, dtype: torch.dtype) -> int:
+    """Return the size in bytes of a tensor's values, in a file whose weights have a dtype."""
+    return torch.Size(tensor.shape).numel() * dtype_of(tensor, dtype).itemsize
+
+
+def divide(tensors: Sequence[FileTensor], dtype: torch.dtype, max_bytes: int) -> tuple[SafetensorsFile, ...]:
+    """Divide tensors, in order, into files of at most `max_bytes`; a larger tensor has a file of its own."""
+    groups: list[list[FileTensor]] = [[]]
+    filled = 0
+    for tensor in tensors:
+        size = num_bytes(tensor, dtype)
+        if groups[-1] and filled + size > max_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(tensor)
+        filled += size
+    if len(groups) == 1:
+        return (SafetensorsFile(SINGLE, tuple(groups[0])),)
+    names = (f"model-{place:05d}-of-{len(groups):05d}.safetensors" for place in range(1, len(groups) + 1))
+    return tuple(SafetensorsFile(name, tuple(group)) for name, group in zip(names, groups, strict=True))
+
+
+def write_shards(folder: Path, shards: Sequence[SafetensorsFile], dtype: torch.dtype, values: Iterator[Tensor]) -> None:
+    """Write the files, and an index if there are several; `values` come in the order of the files' tensors."""
+    for shard in shards:
+        _write(folder / shard.name, shard.tensors, dtype, values)
+    if len(shards) > 1:
+        total = sum(num_bytes(tensor, dtype) for shard in shards for tensor in shard.tensors)
+        named = {tensor.name: shard.name for shard in shards for tensor in shard.tensors}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(named.items()))}
+        write_json(folder / INDEX, index)
+
+
+def _write(path: Path, tensors: Sequence[FileTensor], dtype: torch.dtype, values: Iterator[Tensor]) -> None:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in tensors:
+        begin, end = end, end + num_bytes(tensor, dtype)
+        code = _CODES[dtype_of(tensor, dtype)]
+        header[tensor.name] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors:
+            value = next(values).contiguous()
+            described = tensor.shape, dtype_of(tensor, dtype)
+            assert (tuple(value.shape), value.dtype) == described, f"{tensor.name} is {value.shape}"
+            file.write(value.view(-1).view(torch.uint8).numpy().data)
+    fsync(path)

@@ -12,8 +12,8 @@ from pydantic import JsonValue
 
 from megatron3d.data.tokenizers.special_tokens import MAX_BYTES
 from megatron3d.errors import UserError
+from megatron3d.runtime.arguments import read_limited
 from megatron3d.runtime.files import new_folder, write_text
-from megatron3d.runtime.limits import read_limited
 
 
 @contextmanager
@@ -65,3 +65,17 @@ def read_json(path: Path) -> dict[str, JsonValue]:
 def write_json(path: Path, value: object) -> None:
     """Write a JSON file with indentation."""
     write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+JSON, PIECES = "tokenizer.json", "tokenizer.model"
+# A SentencePiece model that no tokenizer.json equals; transformers would read PIECES as Llama's kind of model.
+BARE_PIECES = "sentencepiece.model"
+_KINDS = {JSON: "HuggingFaceTokenizer", PIECES: "SentencePieceTokenizer", BARE_PIECES: "SentencePieceTokenizer"}
+
+
+def folder_tokenizer(folder: Path) -> tuple[str, str] | None:
+    """Return type and file of a folder's tokenizer, None where there is none; raises UserError for links out of it."""
+    for name, kind in _KINDS.items():
+        if (path := source_file(folder, name)).is_file():
+            return kind, str(path)
+    return None

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron3d.convert.hub_fields import HubConfig
+from megatron3d.convert.fields import HubConfig
 
 Weights = Callable[[str], Tensor]
 Activation = Callable[[Tensor], Tensor]

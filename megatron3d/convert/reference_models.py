@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron3d.convert.hub_fields import HubConfig
+from megatron3d.convert.fields import HubConfig
 from megatron3d.convert.reference_decoders import DECODERS, Decoder
 from megatron3d.convert.reference_experts import first_of, has_router, mixture
 from megatron3d.convert.reference_rotary import float_of, int_of, rotated, table_of

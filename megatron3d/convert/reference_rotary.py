@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from megatron3d.convert.hub_fields import HubConfig
+from megatron3d.convert.fields import HubConfig
 
 
 def rotated(x_BNSD: Tensor, hf: HubConfig, local_base: str) -> Tensor:

@@ -16,11 +16,17 @@ from typing import Any
 import tokenizers
 from pydantic import JsonValue
 
-from megatron3d.config.io_schema import DataConfig
-from megatron3d.convert.output_files import read_json, source_file, write_json
-from megatron3d.convert.tokenizer_candidates import candidates
-from megatron3d.convert.tokenizer_files import BARE_PIECES, JSON, PIECES, folder_tokenizer
-from megatron3d.convert.tokenizer_probe import encodes_alike, transformers_encodes_alike
+from megatron3d.config.schema import DataConfig
+from megatron3d.convert.output_files import (
+    BARE_PIECES,
+    JSON,
+    PIECES,
+    folder_tokenizer,
+    read_json,
+    source_file,
+    write_json,
+)
+from megatron3d.convert.tokenizer_candidates import candidates, encodes_alike, transformers_encodes_alike
 from megatron3d.data.tokenizers.special_tokens import IDS, NAMES, SpecialTokens, token_ids
 from megatron3d.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron3d.errors import UserError

@@ -1,19 +1,250 @@
-"""Tokenizers of Hugging Face's library that may equal one of ours: bytes, characters and SentencePiece's pieces."""
+"""Tokenizers of Hugging Face's library that may equal one of ours: bytes, characters and SentencePiece's pieces.
+
+SentencePiece models as tokenizers of Hugging Face's library: the same normalization, pieces and order of merges.
+
+    model file: ModelProto { pieces: [piece, score, type], trainer_spec, normalizer_spec }, a protobuf message
+
+Field numbers are those of sentencepiece_model.proto (github.com/google/sentencepiece).
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+import random
+import re
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from megatron3d.config.io_schema import DataConfig
-from megatron3d.convert.sentencepiece_pieces import piece_tokenizers, read_pieces
-from megatron3d.convert.tokenizer_probe import closed_texts, open_texts
+from megatron3d.config.schema import DataConfig
+from megatron3d.convert.compare import has_transformers
 from megatron3d.data.preprocess.tokenizer_training import END_OF_DOCUMENT
-from megatron3d.data.tokenizers.tokenizer import ByteTokenizer
+from megatron3d.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
+
+SPACE = "▁"
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
+# Score of pieces that text never becomes, in a model of the library that knows no types.
+_NEVER = -1e6
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The parts of a model file that determine how it encodes.
+
+    Attributes:
+        pieces: piece, score and type by token id.
+        charsmap: compiled rules of Unicode normalization; empty for none.
+        has_prefix: whether a space is put before a text.
+        strips: whether spaces at the ends are removed, and runs of spaces become one.
+    """
+
+    pieces: tuple[tuple[str, float, int], ...]
+    charsmap: bytes
+    has_prefix: bool
+    strips: bool
+
+    def of_type(self, kind: int) -> list[str]:
+        """Return the pieces of a type."""
+        return [piece for piece, _, each in self.pieces if each == kind]
+
+    @property
+    def surfaces(self) -> list[str]:
+        """Texts of pieces that occur in texts."""
+        return [piece.replace(SPACE, " ") for piece, _, kind in self.pieces if kind != _CONTROL]
+
+    @property
+    def specials(self) -> list[str]:
+        """Pieces that stand for no text."""
+        return self.of_type(_CONTROL)
+
+
+def read_pieces(model: bytes) -> Pieces:
+    """Return the pieces of a model file."""
+    message = list(_fields(model))
+    spec = dict(_fields(next((bytes_of(value) for number, value in message if number == 3), b"")))
+    return Pieces(
+        tuple(_piece(bytes_of(value)) for number, value in message if number == 1),
+        bytes_of(spec.get(2, b"")),
+        bool(spec.get(3, 1)),
+        bool(spec.get(4, 1)),
+    )
+
+
+def piece_tokenizers(pieces: Pieces) -> Iterator[tokenizers.Tokenizer]:
+    """Yield a Unigram and a BPE model of the pieces; a caller finds out which one encodes alike."""
+    unknown = next(i for i, (_, _, kind) in enumerate(pieces.pieces) if kind == _UNKNOWN)
+    falls_back = bool(pieces.of_type(_BYTE))
+    occurs = (_NORMAL, _USER_DEFINED)
+    scored = [(piece, score if kind in occurs else _NEVER) for piece, score, kind in pieces.pieces]
+    vocab = {piece: i for i, (piece, _) in enumerate(scored)}
+    yield _tokenizer(pieces, models.Unigram(scored, unk_id=unknown, byte_fallback=falls_back))
+    bpe = models.BPE(
+        vocab,
+        _merges([(piece, score) for piece, score, kind in pieces.pieces if kind == _NORMAL]),
+        unk_token=scored[unknown][0],
+        fuse_unk=True,
+        byte_fallback=falls_back,
+        ignore_merges=bool(pieces.of_type(_USER_DEFINED)),
+    )
+    yield _tokenizer(pieces, bpe)
+
+
+def _tokenizer(pieces: Pieces, model: models.Model) -> tokenizers.Tokenizer:
+    made = tokenizers.Tokenizer(model)
+    steps: list[normalizers.Normalizer] = []
+    if pieces.charsmap:
+        steps.append(normalizers.Precompiled(pieces.charsmap))
+    if pieces.strips:
+        steps += [normalizers.Replace(tokenizers.Regex(r"\A +|[ ▁]+\z| +(?= )"), "")]
+    if pieces.has_prefix:
+        steps.append(normalizers.Prepend(SPACE))
+    made.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
+    splits = list(_splits(pieces, isinstance(model, models.BPE)))
+    if splits:
+        made.pre_tokenizer = pre_tokenizers.Sequence(splits)
+    strip = [decoders.Strip(" ", 1, 0)] if pieces.has_prefix else []
+    made.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+    made.add_special_tokens(pieces.specials)
+    return made
+
+
+def _splits(pieces: Pieces, is_bpe: bool) -> Iterator[pre_tokenizers.PreTokenizer]:
+    """Yield the splits of a text before its parts are encoded.
+
+    SentencePiece takes the user's symbols out of a text first, the longest one at each place.  The library's Unigram
+    model knows no types of pieces, and would find the names of bytes in texts, unless their last characters stand
+    apart; its BPE model looks up whole words where that finds the user's symbols, and would find such names there.
+    """
+    symbols = sorted(pieces.of_type(_USER_DEFINED), key=len, reverse=True)
+    names = [piece for piece, _, kind in pieces.pieces if kind in (_UNKNOWN, _BYTE)]
+    last = "".join(sorted({name[-1] for name in names}))
+    if symbols:
+        yield pre_tokenizers.Split(tokenizers.Regex(_either(symbols)), "isolated")
+    if not is_bpe:
+        yield pre_tokenizers.Split(tokenizers.Regex(rf"[{_escaped(last)}](?<={_either(names)})"), "merged_with_next")
+    elif symbols:
+        whole = rf"[{_escaped(last)}](?<=\A(?:{_either(names)}))\z"
+        yield pre_tokenizers.Split(tokenizers.Regex(whole), "merged_with_next")
+
+
+def _either(texts: Iterable[str]) -> str:
+    """Return a pattern of any of the texts."""
+    return "|".join(map(_escaped, texts))
+
+
+def _escaped(text: str) -> str:
+    return re.sub(r"(\W)", r"\\\1", text)
+
+
+def _merges(scored: list[tuple[str, float]]) -> list[tuple[str, str]]:
+    """Return every split of a piece into two pieces, those of the best pieces first, SentencePiece's merge order."""
+    ids = {piece: i for i, (piece, _) in enumerate(scored)}
+    splits = []
+    for piece, score in scored:
+        pairs = [(piece[:cut], piece[cut:]) for cut in range(1, len(piece))]
+        known = sorted((ids[left], ids[right], left, right) for left, right in pairs if left in ids and right in ids)
+        splits += [(-score, place, left, right) for place, (_, _, left, right) in enumerate(known)]
+    return [(left, right) for _, _, left, right in sorted(splits, key=lambda split: split[:2])]
+
+
+def _piece(message: bytes) -> tuple[str, float, int]:
+    values = dict(_fields(message))
+    (score,) = struct.unpack("<f", bytes_of(values.get(2, bytes(4))))
+    kind = values.get(3, _NORMAL)
+    assert isinstance(kind, int), "a type is a number"
+    return bytes_of(values.get(1, b"")).decode(), score, kind
+
+
+def bytes_of(value: int | bytes) -> bytes:
+    """Return a field's bytes; the library that reads model files has accepted it."""
+    assert isinstance(value, bytes), "a field with a length"
+    return value
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """Yield number and value of each field of a protobuf message: an integer, or bytes."""
+    place = 0
+    while place < len(message):
+        tag, place = _varint(message, place)
+        number, wire = tag >> 3, tag & 7
+        if wire == 0:
+            value, place = _varint(message, place)
+            yield number, value
+            continue
+        size, place = _varint(message, place) if wire == 2 else ({1: 8, 5: 4}[wire], place)
+        yield number, message[place : place + size]
+        place += size
+
+
+def _varint(message: bytes, place: int) -> tuple[int, int]:
+    """Return the integer at a place, 7 bits a byte, and the place after it."""
+    value = shift = 0
+    while True:
+        value |= (message[place] & 0x7F) << shift
+        shift, place = shift + 7, place + 1
+        if not message[place - 1] & 0x80:
+            return value, place
+
+
+SAMPLE = (
+    "The quick brown fox, 1234567890 times;  two spaces,\ta tab\nand a new line.\n\n"
+    "    if x_1 != 'ä': return \"漢字 😀\"\n"
+    "Ünïcödé – naïve façade … ½ ≤ ∑; http://example.org/?q=a+b&c=%20 <b>bold</b> e=mc²\r\n"
+)
+# Spaces at the ends, what Unicode normalization changes, control characters, the name of a byte.
+ODD = ("", " ", "  a  b  ", "\n a", "½ﬁÅ Å Ⅳ ａｂｃ　ｄ", "a\u200bb\u00a0c", "\x01\x02", "a\u0301", "<0x0A>", "▁a▁▁")
+NUM_RANDOM_TEXTS, MAX_SURFACES = 300, 20
+
+
+def closed_texts(characters: str) -> list[str]:
+    """Return texts of the characters, in order and in random orders."""
+    return [characters, *_random_texts(characters)]
+
+
+def open_texts(surfaces: Sequence[str], specials: Sequence[str]) -> list[str]:
+    """Return texts of all surfaces of tokens, in order and in random orders, and texts that need care.
+
+    Texts with the name of a special token are left out: the tokenizers library recognizes it there, and ours do not.
+    """
+    rows = [surfaces[start : start + MAX_SURFACES] for start in range(0, len(surfaces), MAX_SURFACES)]
+    texts = [joint.join(row) for row in rows for joint in (" ", "")]
+    texts += [SAMPLE, *SAMPLE.splitlines(), *ODD, *_random_texts([*surfaces, " ", "  ", "\n", "\t", "é", "漢", "x"])]
+    return [text for text in texts if not any(special in text for special in specials)]
+
+
+def _random_texts(surfaces: Sequence[str]) -> list[str]:
+    rng = random.Random(1234)
+    return ["".join(rng.choices(surfaces, k=rng.randint(1, MAX_SURFACES))) for _ in range(NUM_RANDOM_TEXTS)]
+
+
+def encodes_alike(ours: Tokenizer, theirs: tokenizers.Tokenizer, texts: Sequence[str]) -> bool:
+    """Return whether both encode the texts alike, and decode them to the same text if they represent all of it."""
+    unknown = theirs.token_to_id(getattr(theirs.model, "unk_token", None) or "<unk>")
+    for text in texts:
+        ids = ours.encode(text)
+        if theirs.encode(text, add_special_tokens=False).ids != ids:
+            return False
+        is_whole = unknown not in ids and SPACE not in text  # SentencePiece decodes its own sign of a space as a space
+        if is_whole and theirs.decode(ids) != ours.decode(ids):
+            return False
+    return True
+
+
+def transformers_encodes_alike(ours: Tokenizer, begin: Sequence[int], folder: Path, texts: Sequence[str]) -> bool:
+    """Return whether transformers, if it is installed, encodes the texts alike from the files of a folder."""
+    if not has_transformers():
+        return True
+    import transformers
+
+    try:
+        theirs = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception:  # of any kind, where a setting that was kept is one that it does not take
+        return False
+    return all(theirs(text, verbose=False).input_ids == [*begin, *ours.encode(text)] for text in texts)
 
 
 def candidates(data: DataConfig) -> tuple[Iterator[tokenizers.Tokenizer], list[str]]:

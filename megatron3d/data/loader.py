@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron3d.data.packing import PLAIN, Packing, Starts
-from megatron3d.data.ramp import Batch, Batches
+from megatron3d.data.ramp_plan import Batch, Batches
 from megatron3d.parallel.layout import span
 from megatron3d.parallel.mesh import DATA, Axes, Mesh
 

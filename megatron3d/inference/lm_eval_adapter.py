@@ -15,9 +15,8 @@ import torch
 from megatron3d.data.tokenizers.special_tokens import with_beginning
 from megatron3d.data.tokenizers.tokenizer import Tokenizer
 from megatron3d.errors import UserError
-from megatron3d.inference.sampling import Choice, Sampler, Text, sample
-from megatron3d.inference.scoring import Score, score
-from megatron3d.pipeline.executor import PipelineExecutor
+from megatron3d.inference.sampling import Choice, Sampler, Score, Text, sample, score
+from megatron3d.pipeline.engine import PipelineExecutor
 
 MAX_NEW_TOKENS = 256
 T = TypeVar("T")

@@ -10,11 +10,11 @@ from megatron3d.config.read import read_config
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config, ParallelConfig
 from megatron3d.config.validate.facts import Facts
-from megatron3d.config.validate.pipeline import file_problems
+from megatron3d.config.validate.layout import file_problems
 from megatron3d.config.validate.rules import check
 from megatron3d.data.tokenizers.tokenizer import Tokenizer
 from megatron3d.errors import UserError
-from megatron3d.pipeline.executor import PipelineExecutor
+from megatron3d.pipeline.engine import PipelineExecutor
 from megatron3d.pipeline.schedules import load_schedule, num_microbatches
 from megatron3d.runtime.process import Runtime
 from megatron3d.train.checkpointing import load_weights

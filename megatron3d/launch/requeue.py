@@ -23,11 +23,9 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 
 from megatron3d.checkpoint.publish import candidates, finished_checkpoints
 from megatron3d.config.schema import Config
-from megatron3d.config.validate.checkpoint import is_own
-from megatron3d.config.validate.files import NON_PERSISTENT
-from megatron3d.errors import UserError
+from megatron3d.config.validate.files import NON_PERSISTENT, is_own
+from megatron3d.errors import ExitCode, UserError
 from megatron3d.metrics.journal import read_lines
-from megatron3d.runtime.exit_codes import ExitCode
 from megatron3d.runtime.files import write_text
 from megatron3d.runtime.launcher_env import SlurmJob
 

@@ -9,9 +9,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron3d.errors import UserError
-from megatron3d.errors.foreign_text import is_one_line
-from megatron3d.runtime.limits import shorten
+from megatron3d.errors import UserError, is_one_line
+from megatron3d.runtime.arguments import shorten
 
 END = "# End of settings."
 FIRST = "#SBATCH"

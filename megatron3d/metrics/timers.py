@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron3d.parallel.exposed_comm import ExposedComm
+from megatron3d.linear.overlap_plan import ExposedComm
 from megatron3d.parallel.mesh import Axes
 from megatron3d.pipeline.actions import Action, ActionKind
 

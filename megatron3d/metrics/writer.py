@@ -2,15 +2,147 @@
 
 from __future__ import annotations
 
+import json
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron3d.config.schema import Config
+from megatron3d.errors import UserError
 from megatron3d.metrics.journal import Journal
-from megatron3d.metrics.sinks import build_sinks
 from megatron3d.metrics.step_record import StepRecord, evaluation_line, mtp_rows, step_line, timer_lines
+from megatron3d.runtime.files import write_text
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+WANDB_ID = Path("wandb", "run_id.txt")
+
+
+class Sink(Protocol):
+    """Output of metrics, which are numbers by name."""
+
+    def describe(self, start: Mapping[str, Any]) -> None:
+        """Record the metadata of a launch."""
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Record the values of a step."""
+
+    def go_back(self, iteration: int) -> None:
+        """Prepare for logging the steps after `iteration` once more."""
+
+    def close(self) -> None:
+        """Finish writing."""
+
+
+class TensorboardSink:
+    """Tensorboard event files; a launch or rollback hides the steps after the iteration that it continues from."""
+
+    def __init__(self, folder: Path, start_iteration: int) -> None:
+        self._folder = folder
+        self._writer = self._open(start_iteration)
+
+    def _open(self, iteration: int) -> SummaryWriter:
+        from torch.utils.tensorboard import SummaryWriter
+
+        try:
+            return SummaryWriter(str(self._folder), purge_step=iteration + 1)
+        except OSError as error:
+            raise UserError(f"logging.tensorboard_dir={self._folder}: cannot be written: {error.strerror}") from error
+
+    def describe(self, start: Mapping[str, Any]) -> None:
+        """Record the metadata of a launch."""
+        lines = json.dumps(start, indent=1).splitlines()
+        self._writer.add_text("start", "\n".join(f"    {line}" for line in lines), start["iteration"])
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Record the values of a step."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def go_back(self, iteration: int) -> None:
+        """Open another file, which hides the steps after the iteration."""
+        self._writer.close()
+        self._writer = self._open(iteration)
+
+    def close(self) -> None:
+        """Finish writing."""
+        self._writer.close()
+
+
+class WandbSink:
+    """A run of Weights & Biases; offline it writes files under `folder` and needs no network.
+
+    A launch that continues another one in its folder continues its wandb run, whose id the folder keeps.  wandb drops a
+    row whose step is not above the one before, so its step counts rows, and curves are over `iteration`: iterations
+    that are repeated after a crash or a rollback appear twice, and the later row is the valid one.
+    """
+
+    def __init__(self, config: Config, folder: Path, start_iteration: int) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise UserError(
+                f"logging.wandb_project={config.logging.wandb_project}: the package wandb is not installed; "
+                f"pip install wandb, or leave the key out"
+            ) from error
+        (folder / WANDB_ID).parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._run = wandb.init(
+                project=config.logging.wandb_project,
+                name=config.logging.wandb_name,
+                mode=config.logging.wandb_mode,
+                dir=str(folder),
+                config=config.model_dump(mode="json"),
+                id=run_id(folder / WANDB_ID, start_iteration),
+                resume="allow",
+                allow_val_change=True,
+            )
+        except wandb.errors.Error as error:
+            raise UserError(
+                f"logging.wandb_project={config.logging.wandb_project}: wandb did not start ({error}); "
+                f"log in with `wandb login`, or set logging.wandb_mode=offline and `wandb sync` later"
+            ) from error
+        self._run.define_metric("iteration")
+        self._run.define_metric("*", step_metric="iteration")
+        self._run.define_metric("validation_loss", step_metric="iteration", summary="min,last")
+
+    def describe(self, start: Mapping[str, Any]) -> None:
+        """Record the metadata of a launch."""
+        self._run.config.update({"start": dict(start)}, allow_val_change=True)
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Record the values of a step."""
+        self._run.log({**values, "iteration": step})
+
+    def go_back(self, iteration: int) -> None:
+        """Log a marker, since no row can be removed."""
+        self.log({"rollback_to": iteration}, iteration)
+
+    def close(self) -> None:
+        """Finish writing."""
+        self._run.finish()
+
+
+def run_id(path: Path, start_iteration: int) -> str:
+    """Return the id that an earlier launch stored, or store a new one for a new run."""
+    if start_iteration > 0 and path.is_file():
+        return path.read_text(encoding="utf-8").strip()
+    new = uuid.uuid4().hex[:8]
+    write_text(path, new + "\n")
+    return new
+
+
+def build_sinks(config: Config, folder: Path | None, start_iteration: int) -> tuple[Sink, ...]:
+    """Build the sinks that the configuration enables."""
+    sinks: list[Sink] = []
+    if config.logging.wandb_project is not None:
+        sinks.append(WandbSink(config, folder or Path.cwd(), start_iteration))
+    if config.logging.tensorboard_dir is not None:
+        sinks.append(TensorboardSink(Path(config.logging.tensorboard_dir), start_iteration))
+    return tuple(sinks)
 
 
 class MetricsWriter:

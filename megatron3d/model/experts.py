@@ -17,20 +17,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron3d.model.linears import SHARED_FC1, SHARED_FC2
+from megatron3d.experts.dispatch import DISPATCH, ExpertRanks, gather_tokens, reduce_rows
+from megatron3d.experts.grouped_matmul import GroupedMatmul, add_biases
+from megatron3d.experts.router import (
+    Routes,
+    balance_terms,
+    choices_kept,
+    counts_of_sequences,
+    route,
+    with_loss,
+    z_terms,
+)
+from megatron3d.experts.spec import GLOBAL, SEQUENCE, Balance, Experts, capacity_of
+from megatron3d.model.linear_spec import SHARED_FC1, SHARED_FC2
 from megatron3d.model.microbatch import Pass
-from megatron3d.model.mlp import MLP
-from megatron3d.model.modules import Build
-from megatron3d.model.recompute_spec import MLP_ACT
+from megatron3d.model.modules import MLP, Build
+from megatron3d.model.spec import MLP_ACT
 from megatron3d.ops.activations import ACTIVATIONS
-from megatron3d.ops.expert_capacity import choices_kept
-from megatron3d.ops.expert_exchange import DISPATCH, ExpertRanks, gather_tokens
-from megatron3d.ops.grouped_matmul import GroupedMatmul, add_biases
-from megatron3d.ops.moved_rows import reduce_rows
 from megatron3d.ops.recompute import recompute_from_input
-from megatron3d.ops.router import Routes, balance_terms, counts_of_sequences, route, with_loss, z_terms
-from megatron3d.ops.router_spec import GLOBAL, SEQUENCE, Balance, Experts, capacity_of
-from megatron3d.ops.token_relayout import TokenRelayout
+from megatron3d.ops.relayout import TokenRelayout
 
 
 class ExpertLinear(nn.Module):

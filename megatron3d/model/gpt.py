@@ -13,34 +13,29 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from megatron3d.attention.context.order import cut_positions, held_positions
+from megatron3d.attention.context.plan import CONTEXT_EXCHANGES, TokenOrder
+from megatron3d.attention.kv_cache import CacheView, KVCache
+from megatron3d.attention.rotary import RotaryTables, rotary_tables
 from megatron3d.comm.interface import Comm
 from megatron3d.data.packing import PLAIN, Documents, Packing, Starts
-from megatron3d.model.architecture import Architecture
-from megatron3d.model.ends import Embedding, LossHead
-from megatron3d.model.layer_kinds import rotaries, widest_window
+from megatron3d.linear.main_grad import MainGrads, WgradQueue
+from megatron3d.linear.matmul import CompiledLinears
+from megatron3d.linear.overlap_plan import OVERLAP_ALL, TPOverlap
+from megatron3d.linear.weight_prefetch import PrefetchedWeight, prefetch_in_order
+from megatron3d.model.ends import Embedding, LossHead, PredictionModule, inputs_ahead, keep_hidden
 from megatron3d.model.layers import Layer
 from megatron3d.model.microbatch import Pass, Target
 from megatron3d.model.modules import Build, HiddenDropout, Linear, Norm
-from megatron3d.model.mtp import PredictionModule, inputs_ahead, keep_hidden
-from megatron3d.model.params import EMBEDDING, HEAD, stage_specs
-from megatron3d.model.recompute_spec import NO_RECOMPUTE, Recompute
+from megatron3d.model.param_spec import EMBEDDING, HEAD, stage_specs
 from megatron3d.model.router_state import RouterState
-from megatron3d.model.stages import Stage, StageAssignment
-from megatron3d.ops.compiled_matmul import CompiledLinears
-from megatron3d.ops.kv_cache import CacheView, KVCache
-from megatron3d.ops.main_grad import MainGrads
+from megatron3d.model.spec import NO_RECOMPUTE, Architecture, Recompute, rotaries, widest_window
+from megatron3d.model.stage_plan import Stage, StageAssignment
 from megatron3d.ops.norm import TORCH_NORMS, NormKernels
-from megatron3d.ops.offload import ActivationOffload
-from megatron3d.ops.position_order import cut_positions, held_positions
-from megatron3d.ops.recompute import KeptResults, recomputed
-from megatron3d.ops.rotary import RotaryTables, rotary_tables
-from megatron3d.ops.weight_prefetch import PrefetchedWeight, prefetch_in_order
-from megatron3d.ops.wgrad_queue import WgradQueue
-from megatron3d.parallel.context import CONTEXT_EXCHANGES, TokenOrder
+from megatron3d.ops.plan import LossChunk
+from megatron3d.ops.recompute import ActivationOffload, KeptResults, recomputed
 from megatron3d.parallel.layout import ParamSpec
-from megatron3d.parallel.loss_chunks import LossChunk
 from megatron3d.parallel.modes.mode import Mode
-from megatron3d.parallel.tp_overlap import OVERLAP_ALL, TPOverlap
 from megatron3d.zero import FsdpUnit
 
 ActivationHook = Callable[[str, Tensor], None]

@@ -13,24 +13,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron3d.attention.attention import AttentionHeads, attention
+from megatron3d.attention.context.attention import (
+    ContextAttention,
+    KeptResult,
+    cached_context_attention,
+    context_attention,
+)
+from megatron3d.attention.kv_cache import CacheView
+from megatron3d.attention.latent import absorbed_attention, padded, whole_features, whole_weight
+from megatron3d.attention.packed import Visible
+from megatron3d.attention.pairs import VANILLA, Softmax
+from megatron3d.attention.rotary import rotate
 from megatron3d.model.experts import MoE
-from megatron3d.model.layer_kinds import attention_kind, has_experts, rotaries
-from megatron3d.model.linears import DOWN, KV_UP, PROJ, Q_UP, QKV, layer_linears
+from megatron3d.model.linear_spec import DOWN, KV_UP, PROJ, Q_UP, QKV, layer_linears
 from megatron3d.model.microbatch import Pass
-from megatron3d.model.mlp import MLP
-from megatron3d.model.modules import Build, HiddenDropout, Linear, Norm
-from megatron3d.model.recompute_spec import CORE_ATTN, MLA_UP_PROJ
-from megatron3d.ops.attention import AttentionHeads, attention
-from megatron3d.ops.attention_softmax import VANILLA, Softmax
-from megatron3d.ops.cached_context_attention import cached_context_attention
-from megatron3d.ops.context_attention import ContextAttention, KeptResult, context_attention
-from megatron3d.ops.kv_cache import CacheView
-from megatron3d.ops.latent import absorbed_attention, padded, whole_features, whole_weight
+from megatron3d.model.modules import MLP, Build, HiddenDropout, Linear, Norm
+from megatron3d.model.spec import CORE_ATTN, MLA_UP_PROJ, attention_kind, has_experts, rotaries
+from megatron3d.ops.dropout import derive_seed
 from megatron3d.ops.norm import TORCH_NORMS
-from megatron3d.ops.packed_attention import Visible
 from megatron3d.ops.recompute import recomputed
-from megatron3d.ops.rotary import rotate
-from megatron3d.ops.seeds import derive_seed
 
 
 class Attention(nn.Module):

@@ -9,13 +9,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from megatron3d.attention.context.order import HeldPositions, cut_positions
+from megatron3d.attention.context.plan import TokenOrder
+from megatron3d.attention.kv_cache import CacheView
+from megatron3d.attention.packed import Visible
+from megatron3d.attention.rotary import RotaryTables
 from megatron3d.data.packing import Documents
-from megatron3d.ops.kv_cache import CacheView
-from megatron3d.ops.packed_attention import Visible
-from megatron3d.ops.position_order import HeldPositions, cut_positions
 from megatron3d.ops.recompute import KeptResults
-from megatron3d.ops.rotary import RotaryTables
-from megatron3d.parallel.context import TokenOrder
 from megatron3d.parallel.mesh import Axes
 
 T = TypeVar("T")

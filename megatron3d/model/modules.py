@@ -1,38 +1,40 @@
 """Modules that layers and the ends of a model consist of: linears, norms, dropout on the residual stream.
 
 Letters: M tokens, K input and N output features, H hidden.
+
+The MLP of a layer, for every layout.
+
+Letters: M tokens, H hidden, F inner features.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from megatron3d.attention.context.plan import CONTEXT_EXCHANGES
 from megatron3d.comm.interface import Comm
-from megatron3d.model.architecture import Architecture
-from megatron3d.model.linears import linear_size
+from megatron3d.linear.main_grad import MainGrads, WgradQueue
+from megatron3d.linear.matmul import AsyncMatmul, CompiledLinears, Matmul
+from megatron3d.linear.overlap_plan import OVERLAP_ALL, TPOverlap
+from megatron3d.linear.weight_prefetch import PrefetchedWeight
+from megatron3d.model.linear_spec import FC1, FC2, linear_size
 from megatron3d.model.microbatch import Pass
-from megatron3d.model.recompute_spec import NO_RECOMPUTE, Recompute
 from megatron3d.model.router_state import RouterState
-from megatron3d.ops.async_matmul import AsyncMatmul
-from megatron3d.ops.compiled_matmul import CompiledLinears
-from megatron3d.ops.dropout import dropout, keep_mask
-from megatron3d.ops.main_grad import MainGrads
-from megatron3d.ops.matmul import Matmul
+from megatron3d.model.spec import MLP_ACT, NO_RECOMPUTE, Architecture, Recompute
+from megatron3d.ops.activations import ACTIVATIONS
+from megatron3d.ops.dropout import derive_seed, dropout, keep_mask
 from megatron3d.ops.norm import TORCH_NORMS, NormKernels, norm
 from megatron3d.ops.panelled_matmul import PanelledMatmul, PanelledWeight
-from megatron3d.ops.seeds import derive_seed
-from megatron3d.ops.weight_prefetch import PrefetchedWeight
-from megatron3d.ops.wgrad_queue import WgradQueue
-from megatron3d.parallel.context import CONTEXT_EXCHANGES
+from megatron3d.ops.recompute import recompute_from_input
 from megatron3d.parallel.layout import ParamSpec, span
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Axes
 from megatron3d.parallel.modes.mode import Mode
-from megatron3d.parallel.tp_overlap import OVERLAP_ALL, TPOverlap
 
 
 @dataclass(frozen=True)
@@ -134,3 +136,21 @@ class HiddenDropout(nn.Module):
         rows = at.token_rows(self.layout[0], x_MH.device)
         columns = torch.arange(*span(self.hidden_size, self.layout[1], self.mesh), device=x_MH.device)
         return dropout(x_MH, keep_mask(derive_seed(*at.key, self.site), rows, columns, self.rate), self.rate)
+
+
+class MLP(nn.Module):
+    """MLP [M, H] -> [M, H]: up (and gate) projection, activation, down projection."""
+
+    def __init__(self, layer: str, build: Build, fc1: str = FC1, fc2: str = FC2) -> None:
+        super().__init__()
+        self.activation = ACTIVATIONS[build.arch.activation]
+        self.fc1 = Linear(layer, fc1, build)
+        self.fc2 = Linear(layer, fc2, build)
+        self.recomputes_activation = build.recompute.recomputes(MLP_ACT)
+
+    def forward(self, x_MH: Tensor, at: Pass) -> Tensor:
+        y_MF = self.fc1(x_MH)
+        a_MF = self.activation(y_MF)
+        with recompute_from_input(self.activation, y_MF, a_MF) if self.recomputes_activation else nullcontext():
+            y_MH: Tensor = self.fc2(a_MF)
+        return y_MH

@@ -18,17 +18,17 @@ import torch
 from torch import Tensor
 
 from megatron3d.comm.interface import Comm
-from megatron3d.model.architecture import Architecture
-from megatron3d.model.layer_kinds import (
+from megatron3d.experts.router import counts_of
+from megatron3d.experts.spec import GLOBAL, Balance
+from megatron3d.model.spec import (
     COUNTS_BESIDES,
     EXPERT_BIAS,
     LOAD,
+    Architecture,
     counts_each_step,
     counts_shape,
     router_names,
 )
-from megatron3d.ops.router import counts_of
-from megatron3d.ops.router_spec import GLOBAL, Balance
 from megatron3d.parallel.mesh import Mesh
 
 

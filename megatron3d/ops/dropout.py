@@ -8,12 +8,20 @@ Letters: M rows (tokens), H columns.
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron3d.runtime.triton_package import has_triton
+from megatron3d.runtime.machine import has_triton
+
+
+def derive_seed(*parts: int | str | tuple[int, ...]) -> int:
+    """Return a 63-bit seed: of (seed, name, tile) for initial values, of (seed, iteration, site) for dropout."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
 
 # Elements that are hashed at once; each needs two numbers of 8 bytes.
 CPU_HASH_CHUNK, GPU_HASH_CHUNK = 2**16, 2**21

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron3d.comm.interface import Comm
-from megatron3d.ops.collectives import Y_DIMS, gather, gather_dy, reduce
-from megatron3d.ops.main_grad import MainGrad, MainGrads, add_gradient
+from megatron3d.linear.collectives import Y_DIMS, gather, gather_dy, reduce
+from megatron3d.linear.main_grad import MainGrad, MainGrads, add_gradient
 from megatron3d.parallel.layout import span
 from megatron3d.parallel.matmul_plan import MatmulPlan, moves
 

@@ -4,8 +4,8 @@
     panel j of a result     reduced into slice j of every shard     during the GEMM of panel j + 1
 
 Less of the gathered operands exists at a time.  Measured (benchmarks/results/overlaps.json): four panels take 1.1 to
-1.6 times as long as the overlaps of `ops.matmul` on ranks that share cores, and gain at most 1.07 to 1.10 times over a
-simulated slow network, so that one panel, `ops.matmul`, is the default.
+1.6 times as long as the overlaps of `Matmul` on ranks that share cores, and gain at most 1.07 to 1.10 times over a
+simulated slow network, so that one panel, `linear.matmul`, is the default.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ from functools import partial
 from torch import Tensor
 
 from megatron3d.comm.interface import Comm, Pending
-from megatron3d.ops.collectives import W_DIMS, X_DIMS, Y_DIMS
-from megatron3d.ops.main_grad import MainGrads, WgradSum
-from megatron3d.ops.matmul import Grads, Matmul
+from megatron3d.linear.collectives import W_DIMS, X_DIMS, Y_DIMS
+from megatron3d.linear.main_grad import MainGrads, WgradQueue, WgradSum
+from megatron3d.linear.matmul import Grads, Matmul
+from megatron3d.linear.overlap_plan import Direction, TPOverlap
+from megatron3d.linear.weight_prefetch import PrefetchedWeight
 from megatron3d.ops.panels import Operand, Result, WholeOperand, operand, start_panel
-from megatron3d.ops.weight_prefetch import PrefetchedWeight
-from megatron3d.ops.wgrad_queue import WgradQueue
 from megatron3d.parallel.matmul_plan import MatmulPlan, moves
 from megatron3d.parallel.panel_plan import PanelPlan, plan_panels, stored_over
-from megatron3d.parallel.tp_overlap import Direction, TPOverlap
 
 
 class PanelledWeight(PrefetchedWeight):

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron3d.comm.interface import Comm, Pending
-from megatron3d.ops.collectives import gather, reduce
-from megatron3d.ops.gemm import add_product, product, product_in
+from megatron3d.linear.collectives import gather, reduce
+from megatron3d.linear.gemm import add_product, product, product_in
 from megatron3d.parallel.matmul_plan import Move
 from megatron3d.parallel.panel_plan import PanelPlan, stored_over
 

@@ -1,6 +1,15 @@
 """Change the layout of an activation: gather the axes that the new layout lacks, keep the shard of those that it adds.
 
+Change the layout of an activation: gather the axes that the new layout lacks, keep the shard of those that it adds.
+
 Both layouts describe the same tensor, which ranks along other axes hold as copies.  So backward is the change back.
+
+Relayout of the residual stream to whole rows: every rank gets tokens of its own, with all their features.
+
+    [tokens / t, hidden / f], c copies   ->   [tokens / (t f c), hidden]
+
+An all-to-all over the axes that split features exchanges them for tokens, and of rows that ranks hold as copies each
+takes its own; the way back is the inverse.  Where neither exists nothing is moved.  Letters: M tokens, H hidden.
 """
 
 from __future__ import annotations
@@ -11,8 +20,9 @@ import torch
 from torch import Tensor
 
 from megatron3d.comm.interface import Comm
+from megatron3d.ops.plan import dim_changes
 from megatron3d.parallel.layout import Layout, span
-from megatron3d.parallel.relayouts import dim_changes
+from megatron3d.parallel.mesh import Axes
 
 
 def relayout(x_MF: Tensor, source: Layout, target: Layout, comm: Comm) -> Tensor:
@@ -44,3 +54,65 @@ def _changed(x_MF: Tensor, source: Layout, target: Layout, comm: Comm) -> Tensor
         low, high = span(x_MF.shape[change.dim], change.kept, comm.mesh)
         x_MF = x_MF.narrow(change.dim, low, high - low)
     return x_MF.contiguous()
+
+
+class TokenRelayout:
+    """Relayout of the residual stream's layout, which is replicated over the axes `copies`."""
+
+    def __init__(self, residual: Layout, copies: Axes, comm: Comm) -> None:
+        self.comm = comm
+        self.features, self.copies = comm.mesh.nontrivial(residual[1]), comm.mesh.nontrivial(copies)
+
+    def to_rows(self, x_MH: Tensor) -> Tensor:
+        """Return this rank's own rows, with all features."""
+        if not self.features and not self.copies:
+            return x_MH
+        rows_MH: Tensor = _ToRows.apply(x_MH, self)
+        return rows_MH
+
+    def from_rows(self, rows_MH: Tensor) -> Tensor:
+        """Return the shard of the residual stream, given this rank's own rows."""
+        if not self.features and not self.copies:
+            return rows_MH
+        x_MH: Tensor = _FromRows.apply(rows_MH, self)
+        return x_MH
+
+    def spread(self, x_MH: Tensor) -> Tensor:
+        """Exchange features for tokens, and take this rank's rows of the copies."""
+        if self.features:
+            blocks = x_MH.unflatten(0, (self.comm.mesh.size(self.features), -1))
+            x_MH = self.comm.all_to_all(blocks, self.features).wait().movedim(0, 1).flatten(1)
+        if self.copies:
+            x_MH = x_MH.chunk(self.comm.mesh.size(self.copies))[self.comm.mesh.index(self.copies)]
+        return x_MH
+
+    def collect(self, rows_MH: Tensor) -> Tensor:
+        """Undo `spread`."""
+        if self.copies:
+            rows_MH = self.comm.all_gather(rows_MH, self.copies, 0).wait()
+        if self.features:
+            blocks = rows_MH.unflatten(1, (self.comm.mesh.size(self.features), -1)).movedim(1, 0)
+            rows_MH = self.comm.all_to_all(blocks.contiguous(), self.features).wait().flatten(0, 1)
+        return rows_MH
+
+
+class _ToRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_MH: Tensor, relayout: TokenRelayout) -> Tensor:
+        ctx.relayout = relayout
+        return relayout.spread(x_MH)
+
+    @staticmethod
+    def backward(ctx: Any, dy_MH: Tensor) -> tuple[Tensor, None]:
+        return ctx.relayout.collect(dy_MH.contiguous()), None
+
+
+class _FromRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_MH: Tensor, relayout: TokenRelayout) -> Tensor:
+        ctx.relayout = relayout
+        return relayout.collect(rows_MH.contiguous())
+
+    @staticmethod
+    def backward(ctx: Any, dy_MH: Tensor) -> tuple[Tensor, None]:
+        return ctx.relayout.spread(dy_MH.contiguous()), None

@@ -1,4 +1,4 @@
-"""Triton kernels of the fused cross-entropy: one program per token.  `ops/fused_cross_entropy.py` has the equations.
+"""Triton kernels of the fused cross-entropy: one program per token.  `ops/cross_entropy.py` has the equations.
 
 This module needs the triton package; it is imported where the kernels run.
 Letters: C tokens of one chunk, V this rank's vocabulary.

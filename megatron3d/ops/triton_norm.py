@@ -1,4 +1,4 @@
-"""Triton kernels of norms over sharded features, between their collectives.  `ops/fused_norm.py` has the equations.
+"""Triton kernels of norms over sharded features, between their collectives.  `ops/norm.py` has the equations.
 
 This module needs the triton package; it is imported where the kernels run.
 Letters: M tokens, H this rank's features, R ranks, G groups of tokens, C 2 with a mean (LayerNorm) and 1 without.

@@ -17,8 +17,8 @@ from megatron3d.optim.adamw import (
     update_with_apex,
     update_with_triton,
 )
-from megatron3d.optim.loss_scale import LossScale
-from megatron3d.runtime.triton_package import has_triton
+from megatron3d.optim.precision import LossScale
+from megatron3d.runtime.machine import has_triton
 from megatron3d.zero import Buffers, FlatBuffer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -3,7 +3,7 @@
 ranks = arange(world_size).reshape(pipeline, replica, data, *context axes, *tensor axes)   # the last varies fastest
 
 An axis may be split into pieces, which are axes as well: `data` of 8 ranks into `data.0` of 2 and `data.1` of 4.  Only
-the experts of a layer use pieces (parallel/expert_ranks.py), so that their axes need not be those of the dense layers.
+the experts of a layer use pieces (experts/plan.py), so that their axes need not be those of the dense layers.
 """
 
 from __future__ import annotations

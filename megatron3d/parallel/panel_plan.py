@@ -20,9 +20,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from megatron3d.linear.overlap_plan import Direction, TPOverlap
 from megatron3d.parallel.matmul_plan import MatmulPlan, Move, moves, reductions
 from megatron3d.parallel.mesh import Axes, Mesh
-from megatron3d.parallel.tp_overlap import Direction, TPOverlap
 
 Table = Mapping[str, str]
 # The dimensions of X, W and Y.

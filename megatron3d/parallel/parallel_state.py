@@ -33,8 +33,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megatron3d.errors import UserError
+from megatron3d.parallel.links import Link
 from megatron3d.parallel.mesh import DATA, Axes, Mesh, Sizes
-from megatron3d.parallel.p2p import Link
 
 PIPELINE, REPLICA, SHARD = "pipeline", *DATA
 

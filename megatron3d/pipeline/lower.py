@@ -18,10 +18,17 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
-from megatron3d.pipeline.action_costs import Costs
-from megatron3d.pipeline.actions import COMPUTATIONS, RECEIVES, SENDS, Action, ActionKind, Schedule, stage_to_rank
-from megatron3d.pipeline.execution_order import execution_order
-from megatron3d.pipeline.simulate import num_virtual_stages
+from megatron3d.pipeline.actions import (
+    COMPUTATIONS,
+    RECEIVES,
+    SENDS,
+    Action,
+    ActionKind,
+    Costs,
+    Schedule,
+    stage_to_rank,
+)
+from megatron3d.pipeline.simulate import execution_order, num_virtual_stages
 
 # Costs that order the transfers.  With a hop of 0, transfers in opposite directions would tie, and ties broken at
 # random cost interleaved schedules up to a quarter of their time (see the test of links).

@@ -19,10 +19,18 @@ from operator import itemgetter
 from pathlib import Path
 
 from megatron3d.errors import UserError
-from megatron3d.pipeline.action_costs import UNIT_COSTS, Costs
-from megatron3d.pipeline.actions import Action, ActionKind, RankOfStage, Schedule, rank_in_loop, rank_in_v
+from megatron3d.pipeline.actions import (
+    UNIT_COSTS,
+    Action,
+    ActionKind,
+    Costs,
+    RankOfStage,
+    Schedule,
+    rank_in_loop,
+    rank_in_v,
+)
 from megatron3d.pipeline.validate import read_schedule
-from megatron3d.runtime.limits import MAX_SCHEDULE_SIZE
+from megatron3d.runtime.arguments import MAX_SCHEDULE_SIZE
 
 F, B = ActionKind.F, ActionKind.B
 I, W = ActionKind.I, ActionKind.W  # noqa: E741

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron3d.model.architecture import Architecture
-from megatron3d.model.flops import head_flops_per_token, layer_weights, weights_of_layer
-from megatron3d.model.layer_kinds import keys_seen, layer_counts, mean_keys
-from megatron3d.model.linears import mtp_linears
-from megatron3d.model.stages import Stage, StageAssignment
+from megatron3d.model.linear_spec import head_flops_per_token, layer_weights, mtp_linears, weights_of_layer
+from megatron3d.model.spec import Architecture, keys_seen, layer_counts, mean_keys
+from megatron3d.model.stage_plan import Stage, StageAssignment
 from megatron3d.pipeline.actions import ActionKind, Schedule
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from megatron3d.errors import UserError
 from megatron3d.pipeline.actions import COMPUTATIONS, Action, ActionKind, Schedule, completed_by, parse_action
-from megatron3d.pipeline.execution_order import Deadlock, execution_order
+from megatron3d.pipeline.simulate import Deadlock, execution_order
+from megatron3d.runtime.arguments import MAX_SCHEDULE_SIZE, read_limited
 from megatron3d.runtime.files import write_text
-from megatron3d.runtime.limits import MAX_SCHEDULE_SIZE, read_limited
 
 MAX_PROBLEMS = 10
 # Three actions of 20 characters for each forward of the largest schedule.

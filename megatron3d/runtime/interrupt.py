@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-from megatron3d.runtime.exit_codes import ExitCode
+from megatron3d.errors import ExitCode
 
 PACKAGE = Path(__file__).parents[1]
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron3d.errors import UserError
-from megatron3d.runtime.limits import MAX_NUMBER, shorten, whole_number
+from megatron3d.runtime.arguments import MAX_NUMBER, shorten, whole_number
 
 _FIRST_PORT, _NUM_PORTS = 15000, 15000
 # Variables of rank, world size, local rank and local world size.

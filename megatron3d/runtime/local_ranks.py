@@ -16,9 +16,8 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
-from megatron3d.errors import UserError
+from megatron3d.errors import ExitCode, UserError
 from megatron3d.runtime import process
-from megatron3d.runtime.exit_codes import ExitCode
 
 MAX_RANKS = 1024
 # After one rank has failed, the others get SIGTERM, and are killed after this time.

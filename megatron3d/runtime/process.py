@@ -16,16 +16,21 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
-from megatron3d.errors import UserError
-from megatron3d.runtime import gpu_environment, numa
-from megatron3d.runtime.backends import CPU_BACKEND, FAKE_BACKEND, backend_of, group_timeout
-from megatron3d.runtime.console import flush
-from megatron3d.runtime.determinism import set_up_determinism, sum_gemms_in_fp32
-from megatron3d.runtime.ending import exit_code_of
-from megatron3d.runtime.exit_codes import ExitCode
-from megatron3d.runtime.host_allocator import keep_freed_memory
+from megatron3d.errors import ExitCode, UserError
+from megatron3d.runtime import machine as gpu_environment
+from megatron3d.runtime import machine as numa
 from megatron3d.runtime.launcher_env import LauncherEnv, SlurmJob, read_launcher_env, read_slurm_job
-from megatron3d.runtime.open_files import raise_open_file_limit
+from megatron3d.runtime.machine import (
+    CPU_BACKEND,
+    FAKE_BACKEND,
+    backend_of,
+    group_timeout,
+    keep_freed_memory,
+    raise_open_file_limit,
+    set_up_determinism,
+    sum_gemms_in_fp32,
+)
+from megatron3d.runtime.program import exit_code_of, flush
 
 if TYPE_CHECKING:
     import torch
@@ -99,7 +104,7 @@ def start(
 
 def _watchdog(env: LauncherEnv, backend: str, timeout_s: float) -> Watchdog:
     """Return a watchdog that ends this process after `timeout_s` without progress; the launcher ends the others."""
-    from megatron3d.runtime.status_store import TcpStatusStore
+    from megatron3d.runtime.heartbeat import TcpStatusStore
     from megatron3d.runtime.watchdog import Watchdog
 
     store = TcpStatusStore(env.address, env.port, _attempt())

@@ -10,45 +10,37 @@ import numpy as np
 import torch
 from pydantic import JsonValue
 
-from megatron3d.checkpoint.async_saver import CheckpointSaver
-from megatron3d.checkpoint.lock import FolderLock
-from megatron3d.checkpoint.meta import meta_of
-from megatron3d.checkpoint.publish import is_non_persistent
-from megatron3d.checkpoint.retention import RetentionPolicy
-from megatron3d.checkpoint.snapshot import Snapshot
+from megatron3d.checkpoint.async_saver import CheckpointSaver, Snapshot
+from megatron3d.checkpoint.index import meta_of
+from megatron3d.checkpoint.publish import FolderLock, RetentionPolicy, is_non_persistent
 from megatron3d.checkpoint.store import latest, resolve
 from megatron3d.comm.interface import Comm
-from megatron3d.comm.objects import background_comm
+from megatron3d.comm.objects import background_comm, on_rank_0, run_on_all_ranks
 from megatron3d.comm.process_comm import ProcessComm
-from megatron3d.comm.run_on_all_ranks import on_rank_0, run_on_all_ranks
 from megatron3d.config.read import Resolved
 from megatron3d.config.report import batch_arithmetic, write_resolved
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
-from megatron3d.config.validate.checkpoint import is_own
-from megatron3d.config.validate.files import is_hub_folder
-from megatron3d.convert.hub_index import HubFile, read_hub_index
-from megatron3d.data.corpus.blended import BlendedSamples
-from megatron3d.data.corpus.corpus import Corpus, open_corpus
-from megatron3d.data.corpus.spec import check_token_ids
+from megatron3d.config.validate.files import is_hub_folder, is_own
+from megatron3d.convert.hub_weights import HubFile, read_hub_index
+from megatron3d.data.corpus.corpus import BlendedSamples, Corpus, open_corpus
+from megatron3d.data.corpus.plan import check_token_ids
 from megatron3d.data.corpus.stream import StreamedSamples
 from megatron3d.data.loader import BatchLoader, PrefetchingLoader
 from megatron3d.data.packing import Packing, Starts
 from megatron3d.data.token_files.indexed import BLOCK, IndexedDataset
 from megatron3d.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron3d.errors import UserError
-from megatron3d.hardware.peaks import device_peak
+from megatron3d.hardware.devices import device_peak
 from megatron3d.metrics import MetricsWriter, peak_memory_bytes
 from megatron3d.metrics.timers import Timers
-from megatron3d.model.architecture import changed_fields
-from megatron3d.model.groups import tied_links
+from megatron3d.model.group_plan import tied_links
+from megatron3d.model.spec import changed_fields
 from megatron3d.runtime.process import Runtime
-from megatron3d.runtime.startup_phases import StartupPhases
 from megatron3d.train.checkpointing import LoadOptions, SourceFormat, load_newest, load_state, source_of
-from megatron3d.train.monitor.pipeline_trace import trace_folder
-from megatron3d.train.monitor.profiling import check_memory_history, profile_folder
-from megatron3d.train.monitor.startup_report import check_built, describe_connections, startup_report
-from megatron3d.train.run import Run
+from megatron3d.train.monitor.profiling import check_memory_history, profile_folder, trace_folder
+from megatron3d.train.monitor.reports import check_built, describe_connections, startup_report
+from megatron3d.train.run import Run, StartupPhases
 from megatron3d.train.state import TrainState, build_state, connect
 
 # Sequences whose documents stand for those of all, in predictions of a run.

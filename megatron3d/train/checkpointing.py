@@ -13,24 +13,31 @@ from torch import Tensor
 
 from megatron3d import __version__
 from megatron3d.checkpoint import store
-from megatron3d.checkpoint.load_on_all_ranks import load_on_all_ranks, read_index_on_all_ranks
-from megatron3d.checkpoint.meta import Meta, meta_of
-from megatron3d.checkpoint.param_pieces import param_pieces, ranges_to_write
+from megatron3d.checkpoint.async_saver import PieceSource
+from megatron3d.checkpoint.index import Meta, meta_of
+from megatron3d.checkpoint.pieces import param_pieces, ranges_to_write
 from megatron3d.checkpoint.publish import candidates
-from megatron3d.checkpoint.read import BoxFile, BoxSource, OpenFile, raise_if_damaged
-from megatron3d.checkpoint.snapshot import PieceSource
-from megatron3d.checkpoint.verify import first_intact
-from megatron3d.comm.run_on_all_ranks import on_rank_0, run_on_all_ranks
+from megatron3d.checkpoint.read import (
+    BoxFile,
+    BoxSource,
+    OpenFile,
+    load_on_all_ranks,
+    raise_if_damaged,
+    read_index_on_all_ranks,
+)
+from megatron3d.checkpoint.store import first_intact
+from megatron3d.comm.objects import on_rank_0, run_on_all_ranks
 from megatron3d.config.schema import Config
 from megatron3d.errors import UserError
-from megatron3d.model.architecture import (
+from megatron3d.model.router_state import is_first
+from megatron3d.model.spec import (
+    EXPERT_BIAS,
+    LOAD,
     architecture_record,
     changed_fields,
     is_longer_table,
     may_change,
 )
-from megatron3d.model.layer_kinds import EXPERT_BIAS, LOAD
-from megatron3d.model.router_state import is_first
 from megatron3d.optim.optimizer import MOMENTS
 from megatron3d.parallel.mesh import DATA
 from megatron3d.train.state import TrainState

@@ -1,25 +1,97 @@
-"""The training loop in time order: read a batch, step, report, evaluate, detect spikes, save, stop."""
+"""The training loop in time order: read a batch, step, report, evaluate, detect spikes, save, stop.
+
+Python's garbage collection at chosen iterations, on all ranks after the same step (Megatron-LM's --manual-gc).
+
+By itself Python collects when it has made enough objects, at another time on each rank: with a thousand ranks one of
+them is collecting in nearly every step, and all wait for it.  Objects that the start has made are not
+looked at again.
+"""
 
 from __future__ import annotations
 
+import gc
+import signal
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
 
-from megatron3d.config.schema import Config
+from megatron3d.config.schema import Config, TrainConfig
+from megatron3d.errors import ExitCode
 from megatron3d.metrics.timers import BATCH, EVALUATE, SAVE
 from megatron3d.optim.lr_schedule import learning_rate
-from megatron3d.runtime.exit_codes import ExitCode
-from megatron3d.runtime.stop_signal import StopSignal
 from megatron3d.train.checkpointing import describe, source_of
-from megatron3d.train.evaluate import evaluate
-from megatron3d.train.manual_gc import ManualGc
 from megatron3d.train.monitor.monitor import Monitor
-from megatron3d.train.monitor.oom_report import job_of, oom_report
-from megatron3d.train.replica_check import check_replicas
+from megatron3d.train.monitor.reports import job_of, oom_report
 from megatron3d.train.rollback import Rollbacks
 from megatron3d.train.run import Run
-from megatron3d.train.step import StepResult, train_step
+from megatron3d.train.state import check_replicas
+from megatron3d.train.step import StepResult, evaluate, train_step
+
+
+class StopSignal:
+    """While entered, SIGINT, SIGTERM, SIGUSR1 and SIGHUP request a stop, not the end; a second SIGINT interrupts.
+
+    One Ctrl-C may arrive twice, from the terminal and from torchrun: a repetition counts only after `REPEAT_S` seconds.
+    After a request the process only ends, and further signals (batch systems repeat them) do not change its exit code.
+    """
+
+    REPEAT_S = 1.0
+
+    def __init__(self) -> None:
+        self.requested: str | None = None
+        self._since_s = 0.0
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> StopSignal:
+        watched = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup
+            watched.append(signal.SIGHUP)
+        self._previous = {number: signal.signal(number, self._record) for number in watched}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            if self.requested is None:
+                signal.signal(number, handler)
+            elif number != signal.SIGINT:  # Python restores its own handlers before the process has ended
+                signal.signal(number, signal.SIG_IGN)
+
+    def _record(self, number: int, _: FrameType | None) -> None:
+        repeated = self.requested is not None and time.monotonic() - self._since_s > self.REPEAT_S
+        if repeated and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        if self.requested is None:
+            self.requested = signal.Signals(number).name
+            self._since_s = time.monotonic()
+
+
+class ManualGc:
+    """While entered, collects garbage only in `after_step`, as `train.loop` says; else changes nothing."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._is_manual, self._interval = config.manual_gc, config.manual_gc_interval
+
+    def __enter__(self) -> ManualGc:
+        if self._is_manual:
+            gc.collect()
+            gc.freeze()
+            gc.disable()
+        return self
+
+    def after_step(self, iteration: int) -> None:
+        """Collect if `iteration` is a multiple of `train.manual_gc_interval`."""
+        if self._is_manual and self._interval and iteration % self._interval == 0:
+            gc.collect()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._is_manual:
+            gc.unfreeze()
+            gc.enable()
+
 
 STOP_FILE = "stop"
 

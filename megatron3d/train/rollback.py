@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron3d.checkpoint.publish import finished_checkpoints, move_tracker_back
-from megatron3d.comm.run_on_all_ranks import on_rank_0
+from megatron3d.comm.objects import on_rank_0
 from megatron3d.config.schema import TrainConfig
 from megatron3d.train.checkpointing import load_newest
 from megatron3d.train.run import Run

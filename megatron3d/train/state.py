@@ -1,11 +1,19 @@
-"""Training state: model, buffers and optimizer, built from a configuration on any mesh."""
+"""Training state: model, buffers and optimizer, built from a configuration on any mesh.
+
+Check that data-parallel replicas hold the same weights: memory and CPUs fail silently (Hochschild et al. 2021,
+"Cores that don't count"), and one corrupt replica spoils the all-reduced gradients of all.
+"""
 
 from __future__ import annotations
 
+import socket
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from megatron3d.comm.interface import Comm
 from megatron3d.comm.process_comm import ProcessComm
@@ -15,14 +23,14 @@ from megatron3d.errors import UserError
 from megatron3d.hardware.apex import fused_norms
 from megatron3d.model.compile import Compiler
 from megatron3d.model.gpt import GPT
-from megatron3d.model.init import initialize
 from megatron3d.model.layers import is_opaque
+from megatron3d.model.params import initialize
 from megatron3d.ops.norm import TORCH_NORMS
-from megatron3d.optim.loss_scale import LossScale
 from megatron3d.optim.optimizer import Optimizer
-from megatron3d.optim.precision import PRECISIONS
-from megatron3d.pipeline.executor import PipelineExecutor
-from megatron3d.runtime.backends import group_timeout
+from megatron3d.optim.precision import PRECISIONS, LossScale
+from megatron3d.parallel.mesh import DATA
+from megatron3d.pipeline.engine import PipelineExecutor
+from megatron3d.runtime.machine import group_timeout
 from megatron3d.zero import Buffers
 
 
@@ -109,3 +117,51 @@ def build_state(
         model.prefetch_weights(buffers.unshard)
     optimizer = Optimizer(buffers, config.optimizer, loss_scale)
     return TrainState(spec, model, buffers, optimizer, loss_scale, PipelineExecutor(model, spec.pipeline))
+
+
+_PIECE = 2**20
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def digest(values: Tensor) -> int:
+    """Return a checksum of `values` [n], equal for equal bits: the sum of word * (2 index + 1) modulo 2^64."""
+    words, total = values.view(_WORDS[values.element_size()]), torch.zeros((), dtype=torch.int64, device=values.device)
+    for start in range(0, len(words), _PIECE):
+        piece = words[start : start + _PIECE].to(torch.int64)
+        places = torch.arange(start, start + len(piece), device=values.device)
+        total += (piece * (2 * places + 1)).sum()
+    return int(total)
+
+
+def check_replicas(state: TrainState) -> None:
+    """Compare the weights of data-parallel replicas bit by bit; raise RuntimeError on all ranks if some differ.
+
+    With ZeRO 3 only the replicas of HSDP hold copies.
+    """
+    buffers, comm = state.buffers, state.model.comm
+    buffers.settle()
+    mode = state.model.mode
+    copies = DATA[:1] if buffers.sharding.params else (*DATA, *mode.context)
+    axes = comm.mesh.without(copies, (*mode.experts, *mode.etensor))
+    weights = [flat.main if buffers.sharding.params else flat.params for flat in buffers.flat_buffers]
+    mine = [digest(values.detach()) for values in weights]
+    place = tuple(comm.mesh.coord(axis) for axis in comm.mesh.without(comm.mesh.names, axes))
+    notes = comm.gather_object((place, mine, socket.gethostname()))
+    problems = comm.broadcast_object(notes and list(_differing(dict(enumerate(notes)))))
+    if problems:
+        raise RuntimeError(f"iteration {state.iteration}: " + "; ".join(problems))
+
+
+def _differing(notes: Mapping[int, tuple[tuple[int, ...], list[int], str]]) -> Iterator[str]:
+    places: dict[tuple[int, ...], list[int]] = {}
+    for rank, (place, _, _) in notes.items():
+        places.setdefault(place, []).append(rank)
+    for ranks in places.values():
+        counts = Counter(tuple(notes[rank][1]) for rank in ranks)
+        common, count = counts.most_common(1)[0]
+        odd = ranks if 2 * count <= len(ranks) else [rank for rank in ranks if tuple(notes[rank][1]) != common]
+        if len(counts) > 1:
+            named = ", ".join(f"rank {rank} (host {notes[rank][2]})" for rank in odd)
+            others = [rank for rank in ranks if rank not in odd]
+            against = f"not those of ranks {', '.join(map(str, others))}" if others else "not the same"
+            yield f"the weights of {named} are {against}, which are replicas: a device corrupted bits"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ from megatron3d.model.gpt import GPT
 from megatron3d.model.router_state import RouterCounts
 from megatron3d.parallel.layout import num_copies
 from megatron3d.parallel.mesh import DATA
-from megatron3d.pipeline.engine import Observer, no_observer
+from megatron3d.pipeline.engine import Observer, PipelineExecutor, no_observer
 from megatron3d.train.state import TrainState
 
 
@@ -130,3 +130,29 @@ def unmasked_tokens(model: GPT, microbatches: Sequence[Microbatch], settings: St
 def loss_copies(model: GPT) -> int:
     """Return the number of ranks that compute the same part of the loss."""
     return num_copies((DATA + model.mode.inner[0],), model.comm.mesh, (*DATA, *dict(model.mode.axes)))
+
+
+def evaluate(executor: PipelineExecutor, batches: Iterable[Sequence[Microbatch]], settings: StepSettings) -> Tensor:
+    """Return the mean losses per token [1 + modules] of global batches with `settings.num_tokens` tokens in total.
+
+    The losses of the modules of multi-token prediction follow the model's.
+    """
+    model, packing = executor.model, settings.packing
+    losses, counts = [], []
+    divisors: list[int | Tensor] = []
+    for microbatches in batches:
+        num_tokens, *num_ahead = divisors = unmasked_tokens(model, microbatches, settings)
+        passes = [
+            model.begin(
+                batch.tokens, num_tokens, batch.first_sample, packing=packing, starts=batch.starts, num_ahead=num_ahead
+            )
+            for batch in microbatches
+        ]
+        losses.append(executor.evaluate(passes))
+        counts.append(valid_tokens(model, microbatches, settings))
+    local_losses = torch.stack([each.sum() for each in torch.stack(losses).unbind(1)]) / loss_copies(model)
+    reduced = model.comm.all_reduce(local_losses, model.comm.mesh.names).wait()
+    if not packing.masks_ahead(model.arch.mtp_num_layers):
+        return reduced
+    factors = [divisor / sum(found) for divisor, found in zip(divisors, zip(*counts, strict=True), strict=True)]
+    return torch.stack([loss * factor for loss, factor in zip(reduced, factors, strict=True)])

@@ -10,16 +10,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megatron3d.checkpoint.param_pieces import param_pieces, ranges_to_write
+from megatron3d.checkpoint.pieces import param_pieces, ranges_to_write
 from megatron3d.comm.interface import Comm
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.data.loader import BatchLoader
 from megatron3d.data.packing import Packing
 from megatron3d.model.router_state import is_first
 from megatron3d.optim.lr_schedule import learning_rate
-from megatron3d.train.evaluate import evaluate
 from megatron3d.train.state import TrainState, build_state
-from megatron3d.train.step import StepSettings, train_step
+from megatron3d.train.step import StepSettings, evaluate, train_step
 
 CPU = torch.device("cpu")
 StepTrace = Mapping[str, Tensor]

@@ -1,7 +1,7 @@
 """Picture of context parallelism: who holds which positions, and which keys each rank's queries see.
 
 A row is a query, a column a key, a colour the context rank that multiplies the two; keys that come from another rank
-are pale.  Chunks, pairs of rows and steps are those of `parallel/context.py` and `parallel/context_ring.py`.
+are pale.  Chunks, pairs of rows and steps are those of `attention/context/plan.py` and `attention/context/plan.py`.
 """
 
 from __future__ import annotations
@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from megatron3d.parallel.attention_pairs import Kind, Pair
-from megatron3d.parallel.context import zigzag
-from megatron3d.parallel.context_ring import RingPlan, ring_plan
-from megatron3d.parallel.document_chunks import Chunks
+from megatron3d.attention.context.plan import Chunks, RingPlan, ring_plan, zigzag
+from megatron3d.attention.pairs_plan import Kind, Pair
 from megatron3d.viz.svg import EMPTY, GREY, INK, PAPER, Canvas, Rect
 
 RANKS, POSITIONS = 4, 32

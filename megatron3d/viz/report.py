@@ -20,19 +20,18 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from megatron3d.analysis.memory_model.table import BYTES, unit_for
 from megatron3d.config.read import read_config
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.errors import UserError
+from megatron3d.forecast.memory.table import BYTES, unit_for
+from megatron3d.linear.overlap_plan import ExposedComm
 from megatron3d.metrics.journal import FILE_NAME
-from megatron3d.parallel.exposed_comm import ExposedComm
 from megatron3d.parallel.mesh import ranges
 from megatron3d.pipeline.plot import figure
 from megatron3d.pipeline.simulate import simulate_durations
 from megatron3d.pipeline.spec import stage_flops
-from megatron3d.train.monitor.prediction_check import parts_of
-from megatron3d.viz.curves import Rows, draw, read_run
-from megatron3d.viz.expert_load import draw_load
+from megatron3d.train.monitor.monitor import parts_of
+from megatron3d.viz.curves import Rows, draw, draw_load, read_run
 
 RECENT, MAX_SPANS = 50, 4000
 MAX_BAD_STEPS = 20

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from megatron3d.pipeline.action_costs import UNIT_COSTS, Costs
-from megatron3d.pipeline.actions import ActionKind
+from megatron3d.pipeline.actions import UNIT_COSTS, ActionKind, Costs
 from megatron3d.pipeline.schedules import SCHEDULES, build_schedule
 from megatron3d.pipeline.simulate import Timeline, num_virtual_stages, peak_activations, simulate
 from megatron3d.viz.svg import GREY, INK, PAPER, Canvas, Rect

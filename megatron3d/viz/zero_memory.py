@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from typing import NamedTuple
 
-from megatron3d.analysis.cost_model.traffic import step_traffic
-from megatron3d.analysis.memory_model.rank import rank_memory
-from megatron3d.analysis.memory_model.step_spec import StepSpec, make_step_spec
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
+from megatron3d.forecast.memory.rank import rank_memory
+from megatron3d.forecast.memory.step_spec import StepSpec, make_step_spec
+from megatron3d.forecast.time.traffic import step_traffic
 from megatron3d.parallel.mesh import DATA
 from megatron3d.viz.svg import EMPTY, GREY, INK, PAPER, Canvas, Rect
 

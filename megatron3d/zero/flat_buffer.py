@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from megatron3d.comm.interface import Comm, Pending
 from megatron3d.parallel.layout import ParamSpec
+from megatron3d.parallel.links import Link
 from megatron3d.parallel.mesh import Axes, Mesh
-from megatron3d.parallel.p2p import Link
 from megatron3d.parallel.sharding import Sharding
 
 
@@ -286,3 +286,23 @@ def _runs(names: Sequence[str], specs: Mapping[str, ParamSpec], mesh: Mesh, leas
             run = []
     if run:
         yield run
+
+
+class GradReduction:
+    """Reduction in flight; the constructor starts it."""
+
+    def __init__(self, flat: FlatBuffer, comm: Comm, dtype: torch.dtype | None) -> None:
+        self._flat, self._comm = flat, comm
+        axes, reduced = flat.sharding.axes, flat.sync.reduce_axes
+        self._rest = comm.mesh.without(reduced, axes) if axes else ()
+        sent = flat.take_grad().to(dtype or flat.main_dtype)
+        self._pending = comm.reduce_scatter(sent, axes, dim=0) if axes else comm.all_reduce(sent, reduced)
+
+    def advance(self) -> bool:
+        """Wait for the collective in flight, then start the next; after the last one store the sum and return True."""
+        total, rest = self._pending.wait(), self._rest
+        if rest:
+            self._pending, self._rest = self._comm.all_reduce(total, rest), ()
+        else:
+            self._flat.store_reduced(total)
+        return not rest

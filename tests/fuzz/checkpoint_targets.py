@@ -11,12 +11,10 @@ import xxhash
 from pydantic_core import from_json, to_json
 
 from megatron3d.checkpoint.compare import describe_differences, flatten, mean_pieces
-from megatron3d.checkpoint.index import Index, read_index
-from megatron3d.checkpoint.meta import Meta, read_meta
-from megatron3d.checkpoint.piece import Piece
+from megatron3d.checkpoint.index import Index, Meta, read_index, read_meta
+from megatron3d.checkpoint.pieces import Piece
 from megatron3d.checkpoint.read import load_with_index
-from megatron3d.checkpoint.store import save
-from megatron3d.checkpoint.verify import newest_intact
+from megatron3d.checkpoint.store import newest_intact, save
 from megatron3d.comm.objects import GroupObjects
 from megatron3d.errors import UserError
 from megatron3d.parallel.mesh import Mesh

@@ -12,11 +12,11 @@ from unittest import mock
 
 from markupsafe import Markup
 
-from megatron3d.analysis.cost_model.hardware import FOLDER, load_accelerator, load_cluster
-from megatron3d.analysis.cost_model.step import make_machine, predict_time
 from megatron3d.config.cli import parameter_line, resolve
 from megatron3d.config.report import batch_arithmetic, render
 from megatron3d.config.run_spec import RunSpec
+from megatron3d.forecast.time.hardware import FOLDER, load_accelerator, load_cluster
+from megatron3d.forecast.time.step import make_machine, predict_time
 from megatron3d.launch.requeue import FILE_NAME, Launch, start_iterations
 from megatron3d.launch.script import JobSettings, fill_template, options
 from megatron3d.pipeline.lower import lower

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron3d.data.preprocess.resume_log import ResumeLog, ResumePoint
+from megatron3d.data.preprocess.job import ResumeLog, ResumePoint
 from megatron3d.data.preprocess.tokenizer_training import (
     TrainingText,
     collect_characters,

@@ -96,7 +96,5 @@ DEFECTS: Mapping[str, Defect] = {
     "an endless loop": Defect("launches", PARSE, on_refusal(_loop), "TooSlow"),
     "two gigabytes": Defect("launches", PARSE, on_refusal(lambda: bytearray(2**31)), "MemoryError"),
     "a crash": Defect("launches", PARSE, on_refusal(_send(signal.SIGSEGV)), "ended by signal 11"),
-    "control characters in messages": Defect(
-        "config", "megatron3d.errors.user_error.one_line", lambda _: str, "bad message"
-    ),
+    "control characters in messages": Defect("config", "megatron3d.errors.one_line", lambda _: str, "bad message"),
 }

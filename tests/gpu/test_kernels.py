@@ -15,24 +15,23 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megatron3d.attention.attention import attention
+from megatron3d.attention.packed import Visible, choose, packed_attention
+from megatron3d.attention.pairs import Softmax, capped
+from megatron3d.attention.rotary import rotary_tables, rotate
+from megatron3d.attention.rotary_spec import Rotary
 from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.config.schema import OptimizerConfig
-from megatron3d.hardware.sdpa_backends import NAMES, usable
-from megatron3d.ops.attention import attention
-from megatron3d.ops.attention_softmax import Softmax, capped
-from megatron3d.ops.cross_entropy import LOSS_KERNELS, cross_entropy_
+from megatron3d.hardware.devices import NAMES, usable
+from megatron3d.linear.gemm import add_product, put_product
+from megatron3d.linear.gemm import product as gemm
+from megatron3d.ops.cross_entropy import LOSS_KERNELS, VocabShard, cross_entropy_
 from megatron3d.ops.embedding import embedding
-from megatron3d.ops.fused_cross_entropy import VocabShard
-from megatron3d.ops.gemm import add_product, put_product
-from megatron3d.ops.gemm import product as gemm
 from megatron3d.ops.norm import norm
-from megatron3d.ops.packed_attention import Visible, choose, packed_attention
-from megatron3d.ops.rotary import rotary_tables, rotate
-from megatron3d.ops.rotary_spec import Rotary
 from megatron3d.optim.adamw import ParamGroup, update_chunked, update_fused, update_with_triton
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Mesh
-from megatron3d.runtime.triton_package import has_triton
+from megatron3d.runtime.machine import has_triton
 from tests.support.shards import normal
 
 # A few units in the last place of each dtype: sums of a hundred terms round more than once.

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron3d.checkpoint.piece import Piece
-from megatron3d.checkpoint.snapshot import Snapshot
+from megatron3d.checkpoint.async_saver import Snapshot
+from megatron3d.checkpoint.pieces import Piece
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.data.loader import BatchLoader
 from megatron3d.ops.dropout import keep_mask
-from megatron3d.ops.offload import ActivationOffload
+from megatron3d.ops.recompute import ActivationOffload
 from megatron3d.optim.adamw import _random_bits, _round_stochastically, _salt
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.train.state import connect

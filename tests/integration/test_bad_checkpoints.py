@@ -17,9 +17,9 @@ import pytest
 
 from megatron3d.checkpoint import store
 from megatron3d.checkpoint.index import StoredTensor
-from megatron3d.checkpoint.piece import Piece
-from megatron3d.checkpoint.verify import newest_intact, verify
-from megatron3d.runtime.exit_codes import ExitCode
+from megatron3d.checkpoint.pieces import Piece
+from megatron3d.checkpoint.store import newest_intact, verify
+from megatron3d.errors import ExitCode
 from tests.support.tiny_run import Words, cut, in_run, launch, refuse, run, steps, tree, write_config
 
 Damage = Callable[[Path], object]
@@ -204,7 +204,7 @@ ANOTHER_STEP = ["checkpoint.save_interval=1", "train.train_iters=10"]
 
 def fails_once(patch: pytest.MonkeyPatch, error: OSError) -> None:
     """Make the first write of a file of boxes fail after part of it was written."""
-    errors, write = [error], store.write_boxes  # type: ignore[attr-defined]
+    errors, write = [error], store.write_boxes
 
     def write_boxes(path: Path, pieces: Iterable[Piece]) -> dict[str, StoredTensor]:
         if errors:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron3d.runtime.exit_codes import ExitCode
+from megatron3d.errors import ExitCode
 from tests.support.tiny_run import Words, cut, refuse, run, write_config
 
 Damage = Callable[[Path], object]

@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron3d.checkpoint.index import read_index
-from megatron3d.checkpoint.lock import FolderLock
-from megatron3d.checkpoint.meta import read_meta
-from megatron3d.checkpoint.publish import finished_checkpoints
-from megatron3d.runtime.exit_codes import ExitCode
+from megatron3d.checkpoint.index import read_index, read_meta
+from megatron3d.checkpoint.publish import FolderLock, finished_checkpoints
+from megatron3d.errors import ExitCode
 from tests.support.pool import Pool
 from tests.support.tiny_run import Words, in_run, refuse, run, run_as_rank, steps, stored, write_config, write_corpus
 

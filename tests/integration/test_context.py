@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron3d.attention.context.plan import CONTEXT_EXCHANGES, DOCUMENTS, LOAD_BALANCERS, ZIGZAG
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
 from megatron3d.data.loader import Microbatch
 from megatron3d.data.packing import Packing
-from megatron3d.parallel.context import CONTEXT_EXCHANGES, DOCUMENTS, LOAD_BALANCERS, ZIGZAG
 from megatron3d.parallel.modes import MODES
 from megatron3d.train.state import build_state
 from megatron3d.train.step import StepSettings, train_step

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron3d.checkpoint.meta import read_meta
+from megatron3d.checkpoint.index import read_meta
+from megatron3d.errors import ExitCode
 from megatron3d.metrics.journal import read_journal
-from megatron3d.runtime.exit_codes import ExitCode
 from tests.support.pool import Pool
 from tests.support.tiny_run import (
     evaluations,

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from megatron3d.runtime.determinism import set_up_determinism
-from megatron3d.runtime.exit_codes import ExitCode
+from megatron3d.errors import ExitCode
+from megatron3d.runtime.machine import set_up_determinism
 from tests.support.processes import start
 from tests.support.tiny_run import ROOT, in_run, run, write_config
 

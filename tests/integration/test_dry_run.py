@@ -13,26 +13,30 @@ from typing import Any
 import pytest
 import torch
 
-from megatron3d.analysis.cost_model.traffic import step_flops, step_traffic
-from megatron3d.analysis.memory_model.step_spec import StepSpec, make_step_spec
+from megatron3d.attention.context.plan import BOTH, CONTEXT_EXCHANGES
 from megatron3d.comm.recording import Recorder
 from megatron3d.config.cli import parse_args
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
 from megatron3d.errors import UserError
-from megatron3d.parallel.context import CONTEXT_EXCHANGES
-from megatron3d.parallel.context_exchange import BOTH
+from megatron3d.forecast.memory.step_spec import StepSpec, make_step_spec
+from megatron3d.forecast.time.traffic import step_flops, step_traffic
+from megatron3d.parallel.links import Link
 from megatron3d.parallel.modes import MODES
-from megatron3d.parallel.p2p import Link
 from megatron3d.pipeline.lower import lower
 from megatron3d.pipeline.schedules import SCHEDULES
 from megatron3d.train.state import build_state, connect
-from megatron3d.verify.dry_run.agree import disagreements
-from megatron3d.verify.dry_run.plot import figure
-from megatron3d.verify.dry_run.program import run_dry
-from megatron3d.verify.dry_run.run import RankDryRun, measure_step, microbatches, run_rank, with_few_microbatches
-from megatron3d.verify.dry_run.totals import step_totals
+from megatron3d.verify.dry_run import (
+    RankDryRun,
+    disagreements,
+    measure_step,
+    microbatches,
+    run_rank,
+    step_totals,
+    with_few_microbatches,
+)
+from megatron3d.verify.dry_run_program import figure, run_dry
 from tests.support.tiny_run import write_config
 
 VOCAB_SIZE = 61

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.validate.rules import check
-from megatron3d.ops import router
-from megatron3d.parallel.expert_ranks import expert_sizes, stage_axes
+from megatron3d.experts import router
+from megatron3d.experts.plan import expert_sizes, stage_axes
 from megatron3d.parallel.modes.mode import DISPATCHERS
 from megatron3d.verify.layouts import differences
 from tests.support.equality import MODELS, TOLERANCE, VOCAB_SIZE, configure, reference, run_trace

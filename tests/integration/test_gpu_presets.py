@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron3d.analysis.planner.problem import PlanningProblem
-from megatron3d.analysis.planner.search import search
 from megatron3d.config.cli import parse_args
 from megatron3d.config.read import read_config
 from megatron3d.config.schema import Config
-from megatron3d.verify.dry_run.program import run_dry
+from megatron3d.forecast.search.problem import PlanningProblem
+from megatron3d.forecast.search.search import search
+from megatron3d.verify.dry_run_program import run_dry
 from tools.plan import layout_of
 
 FOLDER = Path(__file__).parents[2] / "configs" / "gpus"

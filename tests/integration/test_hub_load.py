@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron3d.checkpoint import store
-from megatron3d.checkpoint.meta import read_meta
+from megatron3d.checkpoint.index import read_meta
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check

@@ -7,14 +7,12 @@ from typing import Any
 import attention
 import pytest
 
-from megatron3d.analysis.memory_model.rank import predict_memory
+from megatron3d.attention.context.plan import BOTH, CONTEXT_EXCHANGES
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
-from megatron3d.parallel.context import CONTEXT_EXCHANGES
-from megatron3d.parallel.context_exchange import BOTH
-from megatron3d.verify.dry_run.program import dry_run
-from megatron3d.verify.dry_run.run import run_rank, with_few_microbatches
-from megatron3d.verify.dry_run.totals import step_totals
+from megatron3d.forecast.memory.rank import predict_memory
+from megatron3d.verify.dry_run import run_rank, step_totals, with_few_microbatches
+from megatron3d.verify.dry_run_program import dry_run
 
 VOCAB_SIZE = 32_000
 MODEL: dict[str, Any] = {

@@ -20,10 +20,10 @@ from typing import Any
 import pytest
 
 from megatron3d.data.loader import PrefetchingLoader
+from megatron3d.errors import ExitCode
 from megatron3d.metrics.journal import read_journal
 from megatron3d.metrics.timers import BACKWARD, COMPUTES, EVALUATE, FORWARD, PARTS, SAVE, SCHEDULE
 from megatron3d.parallel.modes import MODES
-from megatron3d.runtime.exit_codes import ExitCode
 from megatron3d.train import loop
 from megatron3d.train.state import TrainState
 from tests.support.pool import Pool

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron3d.analysis.cost_model.hardware import Cluster
-from megatron3d.analysis.cost_model.network import Network
+from megatron3d.forecast.time.hardware import Cluster, Network
 from megatron3d.parallel.matmul_plan import Traffic
 from megatron3d.parallel.mesh import Mesh
 from tests.support.tiny_run import launch_ranks

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from megatron3d.config.cli import resolve
+from megatron3d.errors import ExitCode
 from megatron3d.metrics.journal import read_journal
 from megatron3d.pipeline.schedules import SCHEDULES
 from megatron3d.runtime import process
-from megatron3d.runtime.exit_codes import ExitCode
-from megatron3d.runtime.startup_phases import StartupPhases
 from megatron3d.train.build import build_run
 from megatron3d.train.checkpointing import save_state
+from megatron3d.train.run import StartupPhases
 from tests.support.pool import Pool
 from tests.support.tiny_run import evaluations, in_run, launch_ranks, run, run_as_rank, steps, stored, write_config
 

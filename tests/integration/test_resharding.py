@@ -15,14 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-from megatron3d.checkpoint.store import read_index
-from megatron3d.checkpoint.verify import verify
+from megatron3d.attention.context.plan import CONTEXT_EXCHANGES
+from megatron3d.checkpoint.store import read_index, verify
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
 from megatron3d.data.loader import BatchLoader
 from megatron3d.optim.lr_schedule import learning_rate
-from megatron3d.parallel.context import CONTEXT_EXCHANGES
 from megatron3d.parallel.modes import MODES
 from megatron3d.train.checkpointing import load_state, save_state, source_of
 from megatron3d.train.state import TrainState, build_state

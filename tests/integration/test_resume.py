@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron3d.errors import ExitCode
 from megatron3d.metrics import MetricsWriter, StepRecord
-from megatron3d.runtime.exit_codes import ExitCode
 from tests.support.pool import Pool
 from tests.support.tiny_run import (
     evaluations,

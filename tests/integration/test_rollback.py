@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from megatron3d.config.schema import TrainConfig
+from megatron3d.errors import ExitCode
 from megatron3d.metrics.journal import read_journal
-from megatron3d.runtime.exit_codes import ExitCode
 from megatron3d.train import loop
 from megatron3d.train.rollback import MIN_LOSSES, Spike, SpikeDetector
 from megatron3d.train.state import TrainState

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from megatron3d.config.validate.rules import check
+from megatron3d.experts import router
+from megatron3d.experts.router import Routes
 from megatron3d.model.experts import Router
 from megatron3d.model.microbatch import Pass
-from megatron3d.ops import router
-from megatron3d.ops.router import Routes
 from megatron3d.verify.layouts import differences, flips
 from tests.support.equality import MODELS, TOLERANCE, VOCAB_SIZE, configure, run_trace
 from tests.support.turn_ranks import run_turns

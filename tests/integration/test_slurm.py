@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron3d.runtime.exit_codes import ExitCode
+from megatron3d.errors import ExitCode
 from tests.support.pool import Pool
 from tests.support.slurm import Job, Slurm, missing
 from tests.support.tiny_run import ROOT, in_run, run_as_rank, steps, stored, write_config

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron3d.linear.gemm import onednn_gemms
 from megatron3d.metrics.journal import read_journal
-from megatron3d.ops.gemm import onednn_gemms
 from tests.support.pool import Pool
 from tests.support.tiny_run import run_as_rank, steps, stored
 

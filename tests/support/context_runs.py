@@ -5,10 +5,9 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+from megatron3d.attention.context.plan import BOTH, ZIGZAG
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
-from megatron3d.parallel.context import ZIGZAG
-from megatron3d.parallel.context_exchange import BOTH
 from megatron3d.verify.layouts import StepTrace, trace
 from tests.support.turn_ranks import connect
 

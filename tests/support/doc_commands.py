@@ -24,8 +24,7 @@ from unittest import mock
 import pytest
 
 import pretrain_gpt
-from megatron3d.config.arguments import ConfigParser
-from megatron3d.config.cli import parse_args, resolve
+from megatron3d.config.cli import ConfigParser, parse_args, resolve
 from megatron3d.config.read import read_config
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.runtime import process

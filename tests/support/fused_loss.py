@@ -15,9 +15,8 @@ from torch import Tensor
 
 from megatron3d.comm.interface import Comm
 from megatron3d.ops import triton_cross_entropy
-from megatron3d.ops.cross_entropy import LOSS_KERNELS, LMHead, head_loss
-from megatron3d.ops.fused_cross_entropy import VocabShard
-from megatron3d.parallel.loss_chunks import LossChunk
+from megatron3d.ops.cross_entropy import LOSS_KERNELS, LMHead, VocabShard, head_loss
+from megatron3d.ops.plan import LossChunk
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.modes import MODES, build_mode
 from tests.support.shards import cut, error, normal, plan_comm

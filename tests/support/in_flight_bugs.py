@@ -169,40 +169,45 @@ class InFlightBug(NamedTuple):
 NUMBERS, WRITTEN, FREED = "numbers", r"the input of .* changed before the wait", r"was freed or resized"
 
 BUGS = [
-    InFlightBug("no wait for X in forward", "1d", _no_wait("all_gather", "ops/matmul.py:forward"), NUMBERS),
-    InFlightBug("no wait for Y in forward", "1d", _no_wait("reduce_scatter", "ops/matmul.py:forward"), NUMBERS),
-    InFlightBug("no wait for dY in backward", "1d", _no_wait("all_gather", "ops/matmul.py:backward"), NUMBERS),
-    InFlightBug("no wait for dX", "1d", _no_wait("reduce_scatter", "ops/matmul.py:backward"), NUMBERS),
+    InFlightBug("no wait for X in forward", "1d", _no_wait("all_gather", "linear/matmul.py:forward"), NUMBERS),
+    InFlightBug("no wait for Y in forward", "1d", _no_wait("reduce_scatter", "linear/matmul.py:forward"), NUMBERS),
+    InFlightBug("no wait for dY in backward", "1d", _no_wait("all_gather", "linear/matmul.py:backward"), NUMBERS),
+    InFlightBug("no wait for dX", "1d", _no_wait("reduce_scatter", "linear/matmul.py:backward"), NUMBERS),
     *(
         InFlightBug(f"{name}, {verb}", "1d in rounds", seed("shift", f"comm/matmul_rounds.py:{verb}"), found_by)
         for name, seed, found_by in (("no wait", _no_wait, NUMBERS), ("input overwritten", _write_input, WRITTEN))
         for verb in ("all_gather_matmul", "matmul_reduce_scatter")
     ),
     *(
-        InFlightBug(f"{name} of {what}", "ring", seed("shift", f"ops/ring_attention.py:{place}"), found_by)
+        InFlightBug(f"{name} of {what}", "ring", seed("shift", f"attention/context/exchanges.py:{place}"), found_by)
         for name, seed, found_by in (("no wait for a block", _no_wait, NUMBERS), ("input", _write_input, WRITTEN))
         for what, place in (("keys and values", "_start"), ("their gradients", "_travel_home"))
     ),
-    InFlightBug("no wait for heads", "heads", _no_wait("all_to_all", "ops/head_exchange.py:whole_positions"), NUMBERS),
     InFlightBug(
-        "no wait for returning heads", "heads", _no_wait("all_to_all", "ops/head_exchange.py:own_positions"), NUMBERS
+        "no wait for heads", "heads", _no_wait("all_to_all", "attention/context/exchanges.py:whole_positions"), NUMBERS
     ),
-    InFlightBug("no wait for dW", "2d", _no_wait("reduce_scatter", "ops/matmul.py:_wgrad"), NUMBERS),
-    InFlightBug("no wait for W", "2d", _no_wait("all_gather", "ops/weight_prefetch.py:_all_gather"), NUMBERS),
+    InFlightBug(
+        "no wait for returning heads",
+        "heads",
+        _no_wait("all_to_all", "attention/context/exchanges.py:own_positions"),
+        NUMBERS,
+    ),
+    InFlightBug("no wait for dW", "2d", _no_wait("reduce_scatter", "linear/matmul.py:_wgrad"), NUMBERS),
+    InFlightBug("no wait for W", "2d", _no_wait("all_gather", "linear/weight_prefetch.py:_all_gather"), NUMBERS),
     InFlightBug("no wait for a norm's squares", "2d", _no_wait("all_reduce", "ops/norm.py"), NUMBERS),
     InFlightBug("no wait for a norm's means", "2d, LayerNorm", _no_wait("all_gather", "ops/norm.py"), NUMBERS),
     InFlightBug("no wait for the loss", "1d", _no_wait("all_reduce", "ops/cross_entropy.py"), NUMBERS),
     InFlightBug("no wait for the embedding", "1d", _no_wait("reduce_scatter", "ops/embedding.py"), NUMBERS),
     InFlightBug("no wait for a received input", "pipeline", _no_wait("receive", "pipeline/engine.py"), NUMBERS),
     InFlightBug("no wait for the tied gradient", "pipeline", _no_wait("all_reduce_pair", "zero/buffers.py"), NUMBERS),
-    InFlightBug("no wait for gradients, ZeRO 0", "ZeRO 0", _no_wait("all_reduce", "zero/grad_reduction.py"), NUMBERS),
-    InFlightBug("no wait for gradients", "ZeRO 2", _no_wait("reduce_scatter", "zero/grad_reduction.py"), NUMBERS),
+    InFlightBug("no wait for gradients, ZeRO 0", "ZeRO 0", _no_wait("all_reduce", "zero/flat_buffer.py"), NUMBERS),
+    InFlightBug("no wait for gradients", "ZeRO 2", _no_wait("reduce_scatter", "zero/flat_buffer.py"), NUMBERS),
     InFlightBug("no wait for parameters", "ZeRO 1", _no_wait("all_gather_into", "zero/flat_buffer.py"), NUMBERS),
     InFlightBug("no wait for an FSDP unit", "ZeRO 3", _no_wait("all_gather_into", "zero/flat_buffer.py"), NUMBERS),
     InFlightBug("unit freed early", "ZeRO 3", _free("all_gather_into", "zero/flat_buffer.py"), FREED),
-    InFlightBug("gradients freed early", "ZeRO 2", _free("reduce_scatter", "zero/grad_reduction.py"), FREED),
-    InFlightBug("dW freed early", "2d", _free("reduce_scatter", "ops/matmul.py:_wgrad"), FREED),
-    InFlightBug("dW overwritten", "2d", _write_input("reduce_scatter", "ops/matmul.py:_wgrad"), WRITTEN),
+    InFlightBug("gradients freed early", "ZeRO 2", _free("reduce_scatter", "zero/flat_buffer.py"), FREED),
+    InFlightBug("dW freed early", "2d", _free("reduce_scatter", "linear/matmul.py:_wgrad"), FREED),
+    InFlightBug("dW overwritten", "2d", _write_input("reduce_scatter", "linear/matmul.py:_wgrad"), WRITTEN),
     InFlightBug(
         "main_grad reused", "ZeRO 2, one bucket", _replaced(FlatBuffer, "take_grad", _keep_grad_buffer), WRITTEN
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from threading import Event
 
-from megatron3d.ops.side_stream import SideWork
+from megatron3d.ops.recompute import SideWork
 
 
 class LateStream:

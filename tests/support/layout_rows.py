@@ -17,12 +17,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron3d.attention.context.plan import BOTH, CONTEXT_EXCHANGES
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
-from megatron3d.parallel.context import CONTEXT_EXCHANGES
-from megatron3d.parallel.context_exchange import BOTH
-from megatron3d.parallel.expert_ranks import expert_sizes, stage_axes
+from megatron3d.experts.plan import expert_sizes, stage_axes
 from megatron3d.parallel.mesh import Sizes
 from megatron3d.parallel.modes import MODES
 from megatron3d.parallel.modes.mode import DISPATCHERS

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.config.model_defaults import resolve_architecture
-from megatron3d.config.model_schema import ModelConfig
+from megatron3d.config.schema import ModelConfig
 from megatron3d.convert.hub_weights import rows_of
 from megatron3d.convert.tensor_names import FileTensor
 from megatron3d.model.gpt import GPT
-from megatron3d.model.stages import StageAssignment, make_stages
+from megatron3d.model.stage_plan import StageAssignment, make_stages
+from megatron3d.ops.plan import LossChunk
 from megatron3d.parallel.layout import Part
-from megatron3d.parallel.loss_chunks import LossChunk
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.modes import MODES, build_mode
 

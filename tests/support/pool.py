@@ -19,7 +19,7 @@ TIMEOUT_S = 300
 def _worker(tasks: Queue[Any], results: Queue[Any]) -> None:
     import torch
 
-    from megatron3d.runtime.host_allocator import keep_freed_memory
+    from megatron3d.runtime.machine import keep_freed_memory
 
     torch.set_num_threads(1)
     keep_freed_memory()

@@ -27,13 +27,12 @@ from megatron3d.config.cli import resolve
 from megatron3d.data.token_files.indexed import token_dtype
 from megatron3d.data.token_files.writer import IndexedWriter
 from megatron3d.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
+from megatron3d.errors import ExitCode
 from megatron3d.metrics.journal import read_journal
 from megatron3d.runtime import process
-from megatron3d.runtime.exit_codes import ExitCode
-from megatron3d.runtime.startup_phases import StartupPhases
-from megatron3d.runtime.stop_signal import StopSignal
 from megatron3d.train.build import build_run
-from megatron3d.train.loop import train
+from megatron3d.train.loop import StopSignal, train
+from megatron3d.train.run import StartupPhases
 from tests.support.processes import start
 
 ROOT = Path(__file__).parents[2]

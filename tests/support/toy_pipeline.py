@@ -14,12 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from megatron3d.comm.interface import Comm, Pending
-from megatron3d.ops.main_grad import MainGrads
-from megatron3d.ops.matmul import linear
-from megatron3d.ops.wgrad_queue import WgradQueue
+from megatron3d.linear.main_grad import MainGrads, WgradQueue
+from megatron3d.linear.matmul import linear
+from megatron3d.parallel.links import Link
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Axes, Mesh
-from megatron3d.parallel.p2p import Link
 from megatron3d.pipeline.actions import Action, ActionKind, Schedule, completed_by, dependencies, stage_to_rank
 from megatron3d.pipeline.engine import ActivationTransfer, Engine, Observer, no_observer
 from megatron3d.pipeline.lower import lower

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron3d.runtime.triton_package import has_triton
+from megatron3d.runtime.machine import has_triton
 
 ROOT = Path(__file__).parents[2]
 

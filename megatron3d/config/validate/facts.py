@@ -13,7 +13,7 @@ from megatron3d.config.model_defaults import resolve_architecture
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.yaml_origins import show
-from megatron3d.model.architecture import Architecture
+from megatron3d.model.spec import Architecture
 from megatron3d.parallel.modes import MODES
 
 

@@ -1,4 +1,4 @@
-"""Check the files and folders that a configuration names; only a pipeline schedule is opened."""
+"""Rules of data, checkpoints and logging, and of the files and folders that they name."""
 
 from __future__ import annotations
 
@@ -7,12 +7,170 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from megatron3d.config.schema import Config
-from megatron3d.config.validate.data import PATH_KEYS
-from megatron3d.config.validate.facts import Facts, unreadable
-from megatron3d.config.validate.pipeline import file_problems
-from megatron3d.data.corpus.blend import parse_paths
-from megatron3d.data.preprocess.hub_datasets import HF_PREFIX
+from megatron3d.config.validate.facts import Facts, plain, unreadable
+from megatron3d.config.validate.layout import file_problems
+from megatron3d.data.corpus.plan import parse_paths, parse_split
+from megatron3d.data.preprocess.inputs import HF_PREFIX
 from megatron3d.errors import UserError
+
+SAVING = (
+    "save_interval",
+    "non_persistent_save_interval",
+    "keep_latest_k",
+    "save_retain_interval",
+    "async_save",
+)
+LOADING = ("finetune", "no_load_optim", "accept_changed")
+
+
+def checkpoint_problems(facts: Facts) -> Iterator[str]:
+    """Yield a message per unused key and per contradiction between keys of the checkpoint section."""
+    checkpoint = facts.config.checkpoint
+    for keys, folder, missing in ((SAVING, "save", "no folder to save to"), (LOADING, "load", "no checkpoint to load")):
+        for key in keys if getattr(checkpoint, folder) is None else ():
+            if getattr(checkpoint, key):
+                yield f"{facts.named(f'checkpoint.{key}')}: {missing}; set checkpoint.{folder}, or leave it out"
+    if checkpoint.finetune and is_own(facts.config):
+        yield (
+            f"{facts.named('checkpoint.finetune')}: checkpoint.load={checkpoint.load} is also where this run saves, "
+            "and finetuning counts iterations from 0; save to another folder, or use false to continue the run"
+        )
+    if checkpoint.finetune and checkpoint.no_load_optim:
+        yield f"{facts.named('checkpoint.no_load_optim')}: checkpoint.finetune=true loads no optimizer; leave one out"
+    short, long = checkpoint.non_persistent_save_interval, checkpoint.save_interval
+    if short and long and short % long == 0:
+        yield (
+            f"{facts.named('checkpoint.non_persistent_save_interval')}: all of these checkpoints would be permanent, "
+            "since "
+            f"checkpoint.save_interval={long} divides it; use a smaller one, or leave it out"
+        )
+    retain = checkpoint.save_retain_interval
+    if retain and retain % (long or retain):
+        yield (
+            f"{facts.named('checkpoint.save_retain_interval')}: not a multiple of checkpoint.save_interval={long}, so "
+            "that some checkpoints to retain would never be saved; use for example "
+            f"{-(-retain // (long or 1)) * (long or 1)}"
+        )
+
+
+def is_own(config: Config) -> bool:
+    """Return whether the run loads from the folder that it saves to."""
+    load, save = config.checkpoint.load, config.checkpoint.save
+    return load is not None and save is not None and Path(load).absolute() == Path(save).absolute()
+
+
+def logging_problems(facts: Facts) -> Iterator[str]:
+    """Yield a message per iteration, rank or output that the run does not have, and per unused key."""
+    config, logging = facts.config, facts.config.logging
+    last, profiled = config.train.train_iters, (logging.profile_step_start,) if logging.profile else ()
+    for key, iterations in (("trace_iterations", logging.trace_iterations), ("profile_step_start", profiled)):
+        if late := [iteration for iteration in iterations if iteration > last]:
+            yield f"{facts.named(f'logging.{key}')}: {late[0]} is more than train.train_iters={last}; use 1 to {last}"
+    asked = ("trace_iterations", logging.trace_iterations, "traces"), ("profile", logging.profile, "profiles")
+    for key, _, what in (each for each in asked if each[1] and not config.checkpoint.save):
+        yield f"{facts.named(f'logging.{key}')}: no folder to write {what} to; set checkpoint.save, or leave it out"
+    yield from _profile_problems(facts)
+    if not logging.wandb_project:
+        for key, given in (("wandb_name", logging.wandb_name), ("wandb_mode", logging.wandb_mode == "offline")):
+            if given:
+                yield f"{facts.named(f'logging.{key}')}: no logging.wandb_project; name one, or leave {key} out"
+
+
+def _profile_problems(facts: Facts) -> Iterator[str]:
+    logging, world = facts.config.logging, facts.world_size
+    if logging.record_memory_history and not logging.profile:
+        where = facts.named("logging.record_memory_history")
+        yield f"{where}: not used without logging.profile; use logging.profile=true, or leave it out"
+    if not logging.profile:
+        return
+    if logging.profile_step_end <= logging.profile_step_start:
+        yield (
+            f"{facts.named('logging.profile_step_end')}: profiling starts at iteration "
+            f"{logging.profile_step_start} and stops before this one; use {logging.profile_step_start + 1} or more"
+        )
+    if absent := [rank for rank in logging.profile_ranks if rank >= world]:
+        yield (
+            f"{facts.named('logging.profile_ranks')}: rank {absent[0]} is not one of the {world} ranks; "
+            f"use 0 to {world - 1}"
+        )
+
+
+PATH_KEYS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+
+
+def data_problems(facts: Facts) -> Iterator[str]:
+    """Yield a message per broken rule of the data section."""
+    data = facts.config.data
+    yield from _split_problems(facts) if data.train_data_path is None else _path_problems(facts)
+    for key in PATH_KEYS[2:]:
+        if getattr(data, key) is not None and data.train_data_path is None:
+            where = facts.named(f"data.{key}")
+            yield f"{where}: not used without data.train_data_path; give that in place of data_path, or leave {key} out"
+    for key in PATH_KEYS:
+        if (value := getattr(data, key)) is not None:
+            try:
+                parse_paths(f"data.{key}", value)
+            except UserError as error:
+                rule = str(error).partition(": ")[2]
+                yield f"{facts.named(f'data.{key}')}: {rule}"
+    yield from _stream_problems(facts)
+    if data.reset_position_ids and facts.arch.position_embedding_type == "none":
+        yield f"{facts.named('data.reset_position_ids')}: the model has no positions; use false"
+    if data.mean_document_length is not None and not data.reset_attention_mask:
+        where = facts.named("data.mean_document_length")
+        yield f"{where}: not used without data.reset_attention_mask=true; give that, or leave mean_document_length out"
+    if data.goldfish_k is None and data.goldfish_h != type(data).model_fields["goldfish_h"].default:
+        yield f"{facts.named('data.goldfish_h')}: not used without data.goldfish_k; give that, or leave goldfish_h out"
+
+
+def _stream_problems(facts: Facts) -> Iterator[str]:
+    data = facts.config.data
+    given = {key: value for key in PATH_KEYS if (value := getattr(data, key)) is not None}
+    for key, value in given.items():
+        if isinstance(value, tuple) and any(str(word).startswith(HF_PREFIX) for word in value):
+            yield (
+                f"{facts.named(f'data.{key}')}: a streamed dataset cannot be blended; "
+                "name it alone, or make token files of it"
+            )
+    if isinstance(data.data_path, str) and data.data_path.startswith(HF_PREFIX):
+        where = facts.named("data.data_path")
+        yield f"{where}: a streamed dataset cannot be split; use data.train_data_path and data.valid_data_path"
+    if not any(str(value).startswith(HF_PREFIX) for value in given.values()):
+        for key in ("stream_key", "stream_lanes", "stream_shuffle_rows", "on_bad_record"):
+            if getattr(data, key) != type(data).model_fields[key].default:
+                where = facts.named(f"data.{key}")
+                yield f"{where}: not used without a path that begins with {HF_PREFIX}; give one, or leave {key} out"
+
+
+def _split_problems(facts: Facts) -> Iterator[str]:
+    config = facts.config
+    try:
+        train, valid, _ = parse_split(config.data.split)
+    except UserError:
+        yield f"{facts.named('data.split')}: not three weights of at least 0 for train, valid and test; use 969,30,1"
+        return
+    if not train:
+        yield f"{facts.named('data.split')}: nothing is left to train on; use for example 969,30,1"
+    if config.train.eval_interval and not valid:
+        yield (
+            f"{facts.named('data.split')}: no validation split for {plain(config, 'train.eval_interval')}; "
+            "use for example 90,10,0, or eval_interval null"
+        )
+
+
+def _path_problems(facts: Facts) -> Iterator[str]:
+    config = facts.config
+    if config.data.data_path is not None:
+        yield f"{facts.named('data.data_path')}: not used with data.train_data_path; leave one of them out"
+    if config.data.split != type(config.data).model_fields["split"].default:
+        yield f"{facts.named('data.split')}: not used with data.train_data_path; leave it out"
+    if config.train.eval_interval and config.data.valid_data_path is None:
+        where = facts.named("data.train_data_path")
+        yield (
+            f"{where}: no validation data for {plain(config, 'train.eval_interval')}; "
+            "add data.valid_data_path, or use eval_interval null"
+        )
+
 
 TRACKER = "latest_checkpointed_iteration.txt"
 # Folder of a run's short-lived checkpoints, in the run's folder.

@@ -24,11 +24,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron3d.data.permutation import Indices, permutation_keys, permute
+from megatron3d.data.corpus.plan import Indices, permutation_keys, permute
 from megatron3d.data.preprocess.encode import MAX_FAULTS, EncodedBatch, EncoderSpec, encode_batch
-from megatron3d.data.preprocess.hub_datasets import open_shard
-from megatron3d.data.preprocess.input_chunks import InputChunk
-from megatron3d.data.preprocess.records import Record
+from megatron3d.data.preprocess.inputs import InputChunk, open_shard
+from megatron3d.data.preprocess.readers import Record
 from megatron3d.data.token_files.indexed import Tokens
 from megatron3d.errors import UserError
 

@@ -18,13 +18,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron3d.data.preprocess.records import Record
-from megatron3d.data.preprocess.split_text import Split, exact_split, sections, sentence_splitter
+from megatron3d.data.preprocess.readers import Record, Split, exact_split, sections, sentence_splitter
 from megatron3d.data.token_files.indexed import Tokens, token_dtype
 from megatron3d.data.token_files.writer import CONTINUES, ENDS_DOCUMENT, ENDS_SEQUENCE
 from megatron3d.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
-from megatron3d.errors import UserError
-from megatron3d.runtime.exit_codes import ExitCode
+from megatron3d.errors import ExitCode, UserError
 
 BATCH_BYTES = 1 << 18
 """Text per task: large against the cost of sending it, small against memory."""

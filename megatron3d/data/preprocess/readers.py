@@ -1,19 +1,171 @@
-"""Read the records of an input chunk from any position on, with one document in memory."""
+"""Read the records of an input chunk from any position on, with one document in memory.
+
+Split long texts into sections whose tokens, joined, are those of the whole text, and texts into sentences.
+
+A split is exact where encode(left + right) = encode(left) + encode(right), tried on the characters around it.  For a
+SentencePiece model that puts a space before each text, the same holds where `right` begins with a space and loses it.
+"""
 
 from __future__ import annotations
 
 import codecs
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any, BinaryIO
 
-from megatron3d.data.preprocess.hub_datasets import open_shard
-from megatron3d.data.preprocess.input_chunks import InputChunk, open_decompressed, open_parquet
-from megatron3d.data.preprocess.records import Record
-from megatron3d.data.preprocess.split_text import MAX_TEXT, Split, split_at_newline
+from megatron3d.data.preprocess.inputs import InputChunk, open_decompressed, open_parquet, open_shard
 from megatron3d.errors import UserError
-from megatron3d.runtime.limits import shorten
+from megatron3d.runtime.arguments import shorten
+
+TEXT_KEY = "text"
+BYTE_ORDER_MARK = "\ufeff"
+"""First character of files that some Windows programs write; it is not text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A document that is not decoded yet, or a section of one.
+
+    Attributes:
+        chunk: input chunk that holds it.
+        position: its start in the chunk, a byte or the number of a row.
+        after: position of the next record.
+        content: a line of JSON, a text, the fields of a row, or the error where it could not be read.
+        num_bytes: its size in the input.
+        ends: whether its document ends with it.
+    """
+
+    chunk: InputChunk
+    position: int
+    after: int
+    content: bytes | str | Mapping[str, object] | UserError
+    num_bytes: int
+    ends: bool = True
+
+    @property
+    def place(self) -> str:
+        """File and line, or row.  Lines are counted on demand, since only errors need them."""
+        return self.chunk.describe(self.position)
+
+    @property
+    def begins(self) -> bool:
+        """Whether its document begins with it."""
+        return self.position == 0 or self.chunk.kind != "text"
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is a whole document; a section of one cannot be left out."""
+        return self.ends and self.begins
+
+    def texts(self, keys: Sequence[str]) -> list[str]:
+        """Return the text under each key; raises UserError that names file and line."""
+        if isinstance(self.content, UserError):
+            raise self._error(str(self.content))
+        if isinstance(self.content, bytes):
+            fields = self._parse(self.content)
+        else:
+            fields = {TEXT_KEY: self.content} if isinstance(self.content, str) else self.content
+        return [self._text(fields, key) for key in keys]
+
+    def _parse(self, line: bytes) -> Mapping[str, object]:
+        try:
+            fields: object = json.loads(line.decode().removeprefix(BYTE_ORDER_MARK))
+        except (ValueError, RecursionError) as error:
+            raise self._error(f"not JSON, of which a line is to hold a document ({error})") from error
+        if not isinstance(fields, dict):
+            raise self._error(f"a JSON {type(fields).__name__}, not an object with a text under a key")
+        return fields
+
+    def _text(self, fields: Mapping[str, object], key: str) -> str:
+        if key not in fields:
+            names = shorten(", ".join(map(repr, fields)) or "none")
+            raise self._error(f"no key {key!r}; it has {names}, see --json-keys, or data.stream_key of a run")
+        text = fields[key]
+        if not isinstance(text, str):
+            raise self._error(f"{key!r} holds a {type(text).__name__}, not a string")
+        try:
+            if not text.isascii():
+                text.encode()
+        except UnicodeEncodeError as error:
+            why = f"{error.reason} at character {error.start}"
+            raise self._error(f"{key!r} is not valid Unicode ({why})") from error
+        return text
+
+    def _error(self, problem: str) -> UserError:
+        return UserError(f"{self.place}: {problem}; correct it or remove it")
+
+
+MAX_TEXT = 1 << 20
+"""Characters of the longest text that is encoded in one call."""
+SECTION, SEARCH = 1 << 18, 1 << 13
+CONTEXT = 256
+"""Characters of a section, of the range at its end that is searched for a split, and of each side that is tried."""
+
+Split = Callable[[str], tuple[int, int]]
+"""From a long text to the end of its first section and the start of the rest; a space between may be in neither."""
+Encode = Callable[[str], list[int]]
+
+
+def split_at_newline(text: str) -> tuple[int, int]:
+    """Split after the last newline, else the last space, of the first section."""
+    end = next((i + 1 for mark in "\n " if (i := text.rfind(mark, SECTION - SEARCH, SECTION)) >= 0), SECTION)
+    return end, end
+
+
+def exact_split(encode: Encode) -> Split:
+    """Return a function that splits where no token changes, as near to the end of the first section as possible."""
+
+    def split(text: str) -> tuple[int, int]:
+        for end in _candidates(text):
+            left, right = text[end - CONTEXT : end], text[end : end + CONTEXT]
+            try:
+                whole, left_ids = encode(left + right), encode(left)
+                if whole == left_ids + encode(right):
+                    return end, end
+                if right.startswith(" ") and whole == left_ids + encode(right[1:]):
+                    return end, end + 1
+            except UserError:  # the tokenizer lacks a character; encoding the section raises that with its place
+                break
+        return split_at_newline(text)
+
+    return split
+
+
+def _candidates(text: str) -> Iterator[int]:
+    """Yield the positions after a newline, and before a space that follows something else, from the back."""
+    for end in range(SECTION, SECTION - SEARCH, -1):
+        before, after = text[end - 1], text[end]
+        if before == "\n" or (after.isspace() and not before.isspace()):
+            yield end
+
+
+def sections(text: str, split: Split) -> Iterator[str]:
+    """Yield a text in sections of bounded length; a text that is not long is one section."""
+    start = 0
+    while len(text) - start > MAX_TEXT:
+        end, following = split(text[start : start + SECTION + CONTEXT])
+        yield text[start : start + end]
+        start += following
+    yield text[start:]
+
+
+def sentence_splitter() -> Callable[[str], Sequence[str]]:
+    """Return a function that splits a text into sentences with nltk's untrained Punkt; joined they are the text."""
+    try:
+        from nltk.tokenize import PunktSentenceTokenizer
+    except ImportError as error:
+        raise UserError("--split-sentences: needs the package nltk; pip install nltk") from error
+    punkt: Any = PunktSentenceTokenizer()
+
+    def split(text: str) -> Sequence[str]:
+        starts = [start for start, _ in punkt.span_tokenize(text)]
+        return [text[start:end] for start, end in pairwise([0, *starts[1:], len(text)])]
+
+    return split
+
 
 SKIP_BYTES = 1 << 20
 BATCH_ROWS, BATCH_ROWS_BYTES = 256, 1 << 22

@@ -15,7 +15,7 @@ from pathlib import Path
 import sentencepiece
 import tokenizers
 
-from megatron3d.data.preprocess.input_chunks import split_files
+from megatron3d.data.preprocess.inputs import split_files
 from megatron3d.data.preprocess.readers import ReadOptions, read_chunk
 from megatron3d.errors import UserError
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron3d.errors import UserError
-from megatron3d.runtime.limits import read_limited
+from megatron3d.runtime.arguments import read_limited
 
 END_TOKENS = (
     "<|endoftext|>",

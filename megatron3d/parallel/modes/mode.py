@@ -18,11 +18,10 @@ class Mode:
 
     `expand` is the plan of linears from the residual to the inner stream (qkv, fc1, head; column-parallel in Megatron),
     `contract` that of linears back to the residual stream (proj, fc2; row-parallel).  `context` names the axes that
-    split positions inside sequences; they split the tokens of both plans (`parallel/context.py`), and `exchange` is how
-    their ranks exchange keys and values (`parallel/context_exchange.py`), `load_balancer` how positions are divided
-    among them (`parallel/document_chunks.py`).  `experts` names the axes over which the experts of a layer are
-    distributed, `etensor` those that split each expert, `pieces` the axes that have pieces for them
-    (`parallel/expert_ranks.py`), and `dispatcher` is how tokens reach them (`parallel/expert_exchange.py`).
+    split positions inside sequences; they split the tokens of both plans, `exchange` is how their ranks exchange keys
+    and values, and `load_balancer` how positions are divided among them (`attention/context/plan.py`).  `experts` names
+    the axes over which the experts of a layer are distributed, `etensor` those that split each expert, `pieces` the
+    axes that have pieces for them, and `dispatcher` is how tokens reach them (`experts/plan.py`).
     """
 
     name: str

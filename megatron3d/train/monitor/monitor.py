@@ -1,41 +1,214 @@
 """Monitor of a training run: throughput, phase times, memory, slow ranks, tensor statistics, traces and profiles.
 
 Steps are timed without waiting for a device.  When a line is due, the ranks' numbers are all-reduced.
+
+Detector of slow ranks: those whose own time exceeds the median of their peers by a factor, several times in a row.
+
+A rank's own time is its step time without waiting for other ranks.  The peers of a rank are the ranks of the same
+pipeline rank.  If each pipeline rank is a single rank, all ranks are compared by their time per FLOP.
+
+Statistics over all ranks: minimum, maximum, mean, and the rank of the maximum of phase times, memory and records.
+
+They are all-reduced, so that rank 0 handles a few hundred numbers however many ranks there are.
 """
 
 from __future__ import annotations
 
 import contextlib
+import socket
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from statistics import median_low
+from typing import Any, NamedTuple
 
 import torch
 
-from megatron3d.analysis.cost_model.traffic import step_flops
-from megatron3d.analysis.memory_model.step_spec import StepSpec
-from megatron3d.analysis.memory_model.table import memory_table
-from megatron3d.data.ramp import Batch
-from megatron3d.hardware.peaks import corrected_peak, describe_peak
-from megatron3d.metrics import StepRecord, peak_memory_bytes
-from megatron3d.metrics.straggler import PeerGroups, StragglerDetector
-from megatron3d.metrics.throughput import StepWork, Throughput
-from megatron3d.metrics.timers import Spread, pipeline_bubble
-from megatron3d.model.flops import flops_per_token
+from megatron3d.comm.process_comm import ProcessComm
+from megatron3d.data.ramp_plan import Batch
+from megatron3d.forecast.memory.step_spec import StepSpec
+from megatron3d.forecast.memory.table import memory_table
+from megatron3d.forecast.time.breakdown import (
+    BUBBLE,
+    COMPUTATION,
+    LOADING,
+    UPDATE,
+    TimeBreakdown,
+    exposed_axes,
+    is_exposed,
+)
+from megatron3d.forecast.time.forecast import STEPS, Forecast, forecast
+from megatron3d.forecast.time.traffic import step_flops
+from megatron3d.hardware.devices import corrected_peak, describe_peak, device_name
+from megatron3d.linear.overlap_plan import ExposedComm
+from megatron3d.metrics import StepRecord, peak_memory_bytes, timers
+from megatron3d.metrics.step_record import StepWork, Throughput, memory_bytes
+from megatron3d.metrics.timers import PHASES, Spread, own_ms, pipeline_bubble
+from megatron3d.model.linear_spec import flops_per_token
 from megatron3d.parallel.mesh import DATA
+from megatron3d.parallel.parallel_state import ParallelState
 from megatron3d.pipeline.actions import Action
 from megatron3d.pipeline.engine import Observer
-from megatron3d.train.monitor.oom_report import max_by_pipeline_rank
-from megatron3d.train.monitor.pipeline_trace import TraceRecorder, write_trace
-from megatron3d.train.monitor.prediction_check import PredictionCheck
-from megatron3d.train.monitor.profiling import Profiler
-from megatron3d.train.monitor.rank_stats import TIMERS, RankStatistics
-from megatron3d.train.monitor.run_metadata import run_metadata
+from megatron3d.train.monitor.profiling import Profiler, TraceRecorder, write_trace
+from megatron3d.train.monitor.reports import max_by_pipeline_rank, run_metadata
 from megatron3d.train.monitor.tensor_stats import StepTensorStatistics
 from megatron3d.train.run import Run
 from megatron3d.train.step import StepResult
+
+
+@dataclass(frozen=True)
+class PeerGroups:
+    """Ranks that are compared with each other, and the FLOPs of each rank by which its time is divided."""
+
+    groups: tuple[tuple[int, ...], ...]
+    flops: tuple[float, ...]
+
+    @staticmethod
+    def of(state: ParallelState, flops: Sequence[float]) -> PeerGroups:
+        """Return the groups of a run, given the FLOPs of a step on one rank of each pipeline rank."""
+        size = state.tensor_parallel_size * state.data_parallel_size
+        coords = [state.on_rank(rank).pipeline_parallel_rank for rank in range(state.world_size)]
+        if size == 1:
+            groups = [tuple(rank for rank, coord in enumerate(coords) if flops[coord] > 0)]
+        else:
+            groups = [tuple(rank for rank, at in enumerate(coords) if at == coord) for coord in range(len(flops))]
+        return PeerGroups(tuple(groups), tuple(max(1.0, flops[coord]) for coord in coords))
+
+
+class Straggler(NamedTuple):
+    """A slow rank, and its own time divided by the median of its peers."""
+
+    rank: int
+    ratio: float
+
+
+class StragglerDetector:
+    """Counts how many logged steps in a row each rank was slow.
+
+    Args:
+        factor: ratio to the median above which a rank is slow.
+        num_steps: logged steps in a row after which a slow rank is reported, once until it recovers.
+    """
+
+    def __init__(self, peers: PeerGroups, factor: float, num_steps: int) -> None:
+        self._peers, self._factor = peers, factor
+        self._num_steps = num_steps
+        self._counts = [0] * len(peers.flops)
+
+    def check(self, own_ms: Sequence[float]) -> list[Straggler]:
+        """Return the ranks to report now, given the own time of every rank in a step."""
+        scaled = [ms / flops for ms, flops in zip(own_ms, self._peers.flops, strict=True)]
+        found = []
+        for group in self._peers.groups:
+            median = median_low(scaled[rank] for rank in group)
+            for rank in group:
+                is_slow = scaled[rank] > self._factor * median
+                self._counts[rank] = self._counts[rank] + 1 if is_slow else 0
+                if self._counts[rank] == self._num_steps:
+                    found.append(Straggler(rank, scaled[rank] / median if median > 0 else float("inf")))
+        return found
+
+
+Table = Mapping[str, Spread]
+TIMERS, MEMORY = "timers", "memory"
+
+
+class RankStatistics:
+    """Reduces each rank's numbers; every rank has the same list of labels.
+
+    Args:
+        num_lanes: lanes of a streamed dataset whose bad records are skipped; 0 without one.
+
+    Attributes:
+        devices: host and device of each rank, on rank 0; empty elsewhere.
+    """
+
+    def __init__(self, comm: ProcessComm, device: torch.device, num_lanes: int = 0) -> None:
+        self._comm, self._mesh, self._device = comm, comm.mesh, device
+        self._lanes = tuple(f"skipped records of lane {lane}" for lane in range(num_lanes))
+        self._timers = (*PHASES, *map(ExposedComm, comm.axis_sets))
+        self._memory = tuple(memory_bytes(device))
+        self.devices: Sequence[str] = comm.gather_object(f"host {socket.gethostname()}, {device_name(device)}") or ()
+
+    def reduce(self, times_ms: Mapping[str, float], skipped_records: Sequence[int] = ()) -> Table:
+        """Return the spread over ranks of every label's number, the same on every rank.
+
+        Args:
+            times_ms: milliseconds of this rank by phase.
+            skipped_records: records that this rank has skipped, by lane.
+        """
+        labels = *self._timers, *self._memory, *self._lanes
+        mine = {**times_ms, **memory_bytes(self._device), **dict(zip(self._lanes, skipped_records, strict=True))}
+        assert mine.keys() <= set(labels), f"{mine.keys() - set(labels)} are no labels of the other ranks"
+        values = torch.tensor([mine.get(label, 0.0) for label in labels], dtype=torch.float64, device=self._device)
+        highest, lowest = self._all_reduce(torch.cat((values, -values)), "max").chunk(2)
+        mean = self._all_reduce(values.clone(), "sum") / self._mesh.world_size
+        mine_if_highest = torch.where(values == highest, -self._mesh.rank, -self._mesh.world_size)
+        holder = -self._all_reduce(mine_if_highest.to(torch.float64), "max")
+        rows = zip(labels, (-lowest).tolist(), highest.tolist(), holder.tolist(), mean.tolist(), strict=True)
+        return {label: Spread(low, high, int(rank), average) for label, low, high, rank, average in rows}
+
+    def own_ms(self, times_ms: Mapping[str, float]) -> list[float]:
+        """Return the milliseconds of every rank's own work, in rank order, on every rank; one number per rank."""
+        mine = torch.tensor([own_ms(times_ms)], dtype=torch.float64, device=self._device)
+        everyone: list[float] = self._comm.all_gather(mine, self._mesh.names, dim=0).wait().tolist()
+        return everyone
+
+    def _all_reduce(self, x: torch.Tensor, op: str) -> torch.Tensor:
+        return self._comm.all_reduce(x, self._mesh.names, op).wait()
+
+    def skipped_records(self, ranks: Table) -> int | None:
+        """Return the skipped records of all lanes, each as counted by the ranks that read it; None without lanes."""
+        return sum(int(ranks[lane].max) for lane in self._lanes) if self._lanes else None
+
+    def tables(self, ranks: Table) -> dict[str, Table]:
+        """Return the spread over ranks of the milliseconds of each phase that took any, and of the bytes."""
+        wanted = {TIMERS: self._timers, MEMORY: self._memory}
+        return {
+            name: {label: ranks[label] for label in labels if ranks[label].max > 0} for name, labels in wanted.items()
+        }
+
+
+class PredictionCheck:
+    """Compares the predicted with the measured step time, once, after enough steps.
+
+    Attributes:
+        forecast: the prediction, or the reason for having none.
+    """
+
+    def __init__(self, run: Run) -> None:
+        on_cpu = run.runtime.device.type == "cpu"
+        self.forecast = forecast(run.spec, on_cpu)
+        self._num_steps, self._sum_s = 0, 0.0
+        self._parts = TimeBreakdown()
+
+    def add(self, step_s: float, num_steps: int, phases_ms: Mapping[str, Spread]) -> None:
+        """Add `num_steps` measured steps: mean seconds of one, and milliseconds of its phases over all ranks."""
+        if self._num_steps >= STEPS or not isinstance(self.forecast, Forecast):
+            return
+        self._sum_s += step_s * num_steps
+        self._num_steps += num_steps
+        parts = parts_of({name: 1e-3 * spread.mean for name, spread in phases_ms.items()})
+        self._parts = self._parts.plus(parts.scaled(num_steps))
+        if self._num_steps >= STEPS:
+            lines = self.forecast.compare(self._sum_s / self._num_steps, self._parts.scaled(1 / self._num_steps))
+            print("\n".join(f"> {line}" for line in lines), flush=True)
+
+
+def parts_of(phases: Mapping[str, float]) -> TimeBreakdown:
+    """Convert seconds by timed phase to seconds by predicted part; empty if phases were not timed.
+
+    Waiting for pipeline neighbours counts as bubble, which is all the time of the schedule outside computations.
+    """
+    if timers.SCHEDULE not in phases:
+        return TimeBreakdown()
+    waits = {name: s for name, s in phases.items() if is_exposed(name) and exposed_axes(name) != ("pipeline",)}
+    computes = sum(phases.get(name, 0.0) for name in timers.COMPUTES)
+    own = computes + phases.get(timers.GRADS, 0.0) - sum(waits.values())
+    bubble, update = phases[timers.SCHEDULE] - computes, phases.get(timers.UPDATE, 0.0)
+    rest = {BUBBLE: max(bubble, 0.0), UPDATE: update, LOADING: phases.get(timers.BATCH, 0.0)}
+    return TimeBreakdown({COMPUTATION: max(own, 0.0), **waits, **rest})
 
 
 class Monitor:

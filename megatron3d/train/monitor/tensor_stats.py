@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron3d.checkpoint.param_pieces import ranges_to_write
+from megatron3d.checkpoint.pieces import ranges_to_write
 from megatron3d.comm.interface import Comm
+from megatron3d.model.params import part_views
 from megatron3d.parallel.layout import num_copies
-from megatron3d.parallel.logical_views import part_views
 from megatron3d.parallel.mesh import DATA
 from megatron3d.pipeline.actions import Action, ActionKind
 from megatron3d.pipeline.engine import Observer

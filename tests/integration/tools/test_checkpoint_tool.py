@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron3d.errors import UserError
-from megatron3d.runtime.exit_codes import ExitCode
+from megatron3d.errors import ExitCode, UserError
 from tests.support.pool import Pool
 from tests.support.tiny_run import in_run, run, run_as_rank, stored, tree, write_config
 from tools import checkpoint, generate

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 
 from megatron3d.data.token_files.indexed import IndexedDataset
 from megatron3d.data.tokenizers.tokenizer import ByteTokenizer
+from megatron3d.errors import ExitCode
 from megatron3d.inference.load import read_run, resolve, restore
 from megatron3d.parallel.modes import MODES
 from megatron3d.runtime import process
-from megatron3d.runtime.exit_codes import ExitCode
 from tests.support.pool import Pool
 from tests.support.tiny_run import evaluations, run, write_config, write_corpus
 from tools import evaluate

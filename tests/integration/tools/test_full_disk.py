@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron3d.runtime.exit_codes import ExitCode
+from megatron3d.errors import ExitCode
 from tests.support.tiny_run import ROOT
 
 SCHEDULE = "plot_schedule.py --schedule 1f1b -p 8 -m 64 --output {}"

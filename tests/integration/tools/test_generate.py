@@ -14,14 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron3d.data.tokenizers.tokenizer import ByteTokenizer
+from megatron3d.errors import ExitCode
 from megatron3d.inference.load import restore
-from megatron3d.inference.sampling import Choice, Sampler
-from megatron3d.inference.speculation import Speculation
+from megatron3d.inference.sampling import Choice, Sampler, Speculation
 from megatron3d.parallel.modes import MODES
 from megatron3d.pipeline.schedules import FROM_FILE, SCHEDULES, build_schedule
 from megatron3d.pipeline.validate import write_schedule
 from megatron3d.runtime import process
-from megatron3d.runtime.exit_codes import ExitCode
 from tests.support.pool import Pool
 from tests.support.tiny_run import run, write_config
 from tests.support.toy_pipeline import any_schedule

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron3d.analysis.cost_model.hardware import CLUSTERS, file_names
+from megatron3d.forecast.time.hardware import CLUSTERS, file_names
 from megatron3d.launch.script import END, JobSettings, fill_template, quoted, seconds
 from tools import make_slurm
 

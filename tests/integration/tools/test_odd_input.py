@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron3d.data.preprocess.input_chunks import InputChunk, select_shard, shuffle
+from megatron3d.data.preprocess.inputs import InputChunk, select_shard, shuffle
 from megatron3d.data.token_files.indexed import IndexedDataset
 from megatron3d.data.token_files.writer import IndexedWriter
 from megatron3d.data.tokenizers.tokenizer import ByteTokenizer
@@ -94,7 +94,7 @@ def test_shards_hold_every_chunk_once_in_order(sizes: list[int], count: int, see
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
 def test_a_byte_order_mark_is_not_text(tmp_path: Path, mark: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("MAX_TEXT", 100), ("SECTION", 30), ("SEARCH", 10), ("CONTEXT", 4)):
-        monkeypatch.setattr(f"megatron3d.data.preprocess.split_text.{name}", value)
+        monkeypatch.setattr(f"megatron3d.data.preprocess.readers.{name}", value)
     monkeypatch.setattr("megatron3d.data.preprocess.readers.MAX_TEXT", 100)
     text = "".join(f"line {number} é\n" for number in range(40))
     (tmp_path / "a.txt").write_bytes(mark + text.encode())

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megatron3d.data.preprocess import split_text
+from megatron3d.data.preprocess import readers as split_text
 from megatron3d.data.token_files.indexed import IndexedDataset
 from megatron3d.data.tokenizers.tokenizer import ByteTokenizer
 from tests.support.preprocess_jobs import corpus, documents, run, write_jsonl

@@ -165,7 +165,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
         patch.setattr("megatron3d.data.preprocess.encode.BATCH_BYTES", 3000)
-        patch.setattr("megatron3d.data.preprocess.pipeline.publish", die)
+        patch.setattr("megatron3d.data.preprocess.job.publish", die)
         run(folder / "a.jsonl", folder / "x", "--ledger-interval", "0")
     assert len((folder / "x.ledger.jsonl").read_bytes().splitlines()) > 20
     return folder

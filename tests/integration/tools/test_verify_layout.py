@@ -10,19 +10,18 @@ from unittest import mock
 
 import pytest
 
+from megatron3d.attention.context.plan import BOTH, CONTEXT_EXCHANGES
 from megatron3d.config.read import read_config
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config, ParallelConfig
 from megatron3d.config.validate.rules import check
-from megatron3d.model.flops import num_parameters
-from megatron3d.model.layer_kinds import attention_kind
-from megatron3d.parallel.context import CONTEXT_EXCHANGES
-from megatron3d.parallel.context_exchange import BOTH
+from megatron3d.errors import ExitCode
+from megatron3d.model.linear_spec import num_parameters
+from megatron3d.model.spec import attention_kind
 from megatron3d.parallel.layout import ParamSpec
 from megatron3d.pipeline.schedules import SCHEDULES, build_schedule
 from megatron3d.pipeline.validate import write_schedule
 from megatron3d.runtime import process
-from megatron3d.runtime.exit_codes import ExitCode
 from megatron3d.verify.layouts import differences
 from tests.support.equality import run_trace
 from tests.support.tiny_run import ROOT, launch

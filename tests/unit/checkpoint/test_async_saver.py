@@ -11,11 +11,10 @@ import threading
 import pytest
 import torch
 
-from megatron3d.checkpoint import write
+from megatron3d.checkpoint import store as write
 from megatron3d.checkpoint.async_saver import CheckpointSaver
-from megatron3d.checkpoint.retention import RetentionPolicy
-from megatron3d.checkpoint.store import Piece, latest, load
-from megatron3d.checkpoint.verify import newest_intact, verify
+from megatron3d.checkpoint.publish import RetentionPolicy
+from megatron3d.checkpoint.store import Piece, latest, load, newest_intact, verify
 from megatron3d.errors import UserError
 from megatron3d.parallel.mesh import Mesh
 

@@ -10,10 +10,10 @@ from collections import Counter
 import pytest
 import torch
 
-from megatron3d.checkpoint import load_on_all_ranks as loading
 from megatron3d.checkpoint import read
+from megatron3d.checkpoint import read as loading
 from megatron3d.checkpoint.index import read_index
-from megatron3d.checkpoint.piece import checksum
+from megatron3d.checkpoint.pieces import checksum
 from megatron3d.checkpoint.read import BoxFile
 from megatron3d.checkpoint.store import Piece, save
 from megatron3d.errors import UserError

@@ -10,13 +10,13 @@ import sys
 
 import pytest
 
-from megatron3d.checkpoint.lock import FolderLock
+from megatron3d.checkpoint.publish import FolderLock
 from megatron3d.errors import UserError
 
 OWNER = """
 import sys, time
 from pathlib import Path
-from megatron3d.checkpoint.lock import FolderLock
+from megatron3d.checkpoint.publish import FolderLock
 lock = FolderLock(Path(sys.argv[1]))
 print("locked", flush=True)
 time.sleep(60)

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron3d.checkpoint.param_pieces import ParamRange, param_pieces, split_among_replicas
+from megatron3d.checkpoint.pieces import ParamRange, param_pieces, split_among_replicas
 from megatron3d.checkpoint.store import load, save
+from megatron3d.model.params import part_views
 from megatron3d.parallel.layout import ParamSpec, Part
-from megatron3d.parallel.logical_views import part_views
 from megatron3d.parallel.mesh import Mesh
 
 AXES = ("pipeline", "data", "x", "y")

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron3d.checkpoint.store import Piece, latest, load, read_meta, resolve, save
-from megatron3d.checkpoint.verify import newest_intact
+from megatron3d.checkpoint.store import Piece, latest, load, newest_intact, read_meta, resolve, save
 from megatron3d.errors import UserError
 from megatron3d.parallel.mesh import Mesh
 

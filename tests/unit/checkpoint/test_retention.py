@@ -11,11 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron3d.checkpoint.async_saver import CheckpointSaver
-from megatron3d.checkpoint.publish import finished_checkpoints
-from megatron3d.checkpoint.retention import RetentionPolicy, prune, remove_non_persistent
-from megatron3d.checkpoint.store import Piece, latest
-from megatron3d.checkpoint.verify import newest_intact
-from megatron3d.config.io_schema import CheckpointConfig
+from megatron3d.checkpoint.publish import RetentionPolicy, finished_checkpoints, prune, remove_non_persistent
+from megatron3d.checkpoint.store import Piece, latest, newest_intact
+from megatron3d.config.schema import CheckpointConfig
 from megatron3d.parallel.mesh import Mesh
 
 ONE = Mesh((("x", 1),))

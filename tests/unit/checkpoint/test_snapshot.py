@@ -7,13 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron3d.checkpoint.async_saver import CheckpointSaver
-from megatron3d.checkpoint.snapshot import Snapshot
+from megatron3d.checkpoint.async_saver import CheckpointSaver, Snapshot
 from megatron3d.checkpoint.store import Piece, load
 from megatron3d.comm.objects import GroupObjects
-from megatron3d.errors import UserError
+from megatron3d.errors import ExitCode, UserError
 from megatron3d.parallel.mesh import Mesh
-from megatron3d.runtime.exit_codes import ExitCode
 from tests.support.late_stream import LateStream
 from tests.support.tiny_run import in_run, run, stored, write_config
 
@@ -83,7 +81,7 @@ def test_memory_that_cannot_be_page_locked_is_a_user_error(monkeypatch):
     def refuse(*_):
         raise RuntimeError("1.0 GiB of host memory cannot be page-locked (CUDA error 2)")
 
-    monkeypatch.setattr("megatron3d.checkpoint.snapshot.host_memory", refuse)
+    monkeypatch.setattr("megatron3d.checkpoint.async_saver.host_memory", refuse)
     snapshot = Snapshot(CPU)
     snapshot.allocate(source_of(state()))
     with pytest.raises(UserError, match=r"checkpoint\.async_save=true: 1\.0 GiB of host memory"):
@@ -96,7 +94,7 @@ def test_a_run_updates_only_after_the_copy(tmp_path: Path, monkeypatch: pytest.M
     config = write_config(tmp_path)
     asked = ["checkpoint.save_interval=2", "train.train_iters=3", "train.precision=fp64"]
     assert run(config, *in_run(f"{tmp_path}/now"), *asked).code == ExitCode.DONE
-    monkeypatch.setattr("megatron3d.checkpoint.snapshot.side_stream", lambda device: LateStream(5.0))
+    monkeypatch.setattr("megatron3d.checkpoint.async_saver.side_stream", lambda device: LateStream(5.0))
     assert run(config, *in_run(f"{tmp_path}/late"), *asked, "checkpoint.async_save=true").code == ExitCode.DONE
     now, late = (stored(tmp_path / name, 2) for name in ("now", "late"))
     assert now.keys() == late.keys() and all(torch.equal(now[name], late[name]) for name in now)

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from megatron3d.checkpoint.publish import move_tracker_back
-from megatron3d.checkpoint.store import Piece, latest, load, save
-from megatron3d.checkpoint.verify import newest_intact, verify
+from megatron3d.checkpoint.store import Piece, latest, load, newest_intact, save, verify
 from megatron3d.errors import UserError
 from megatron3d.parallel.mesh import Mesh
 

@@ -15,8 +15,8 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron3d.checkpoint.piece import DTYPES, Piece, checksum
-from megatron3d.checkpoint.write import write_boxes
+from megatron3d.checkpoint.pieces import DTYPES, Piece, checksum
+from megatron3d.checkpoint.store import write_boxes
 
 ROOT = Path(__file__).parents[3]
 NAMES = st.text(st.characters(codec="utf-8"), min_size=1, max_size=9)

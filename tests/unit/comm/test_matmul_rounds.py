@@ -16,14 +16,13 @@ import torch.distributed._symmetric_memory as torch_symmetric_memory
 from torch import Tensor
 
 from megatron3d.comm import symmetric_memory
-from megatron3d.comm.host_comm import HostComm
+from megatron3d.comm.host_comm import HostComm, LaggingComm
 from megatron3d.comm.interface import Comm, Pending
-from megatron3d.comm.lagging_comm import LaggingComm
 from megatron3d.comm.loopback import LoopbackComm
 from megatron3d.comm.matmul_rounds import MAX_IN_FLIGHT
 from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.comm.recording import Recorder
-from megatron3d.ops.gemm import put_product
+from megatron3d.linear.gemm import put_product
 from megatron3d.parallel.matmul_plan import Traffic
 from megatron3d.parallel.mesh import Axes, Mesh
 from tests.support.pool import Pool

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron3d.comm.run_on_all_ranks import run_on_all_ranks
+from megatron3d.comm.objects import run_on_all_ranks
 from megatron3d.errors import UserError
 from megatron3d.parallel.mesh import Mesh
 

@@ -10,15 +10,14 @@ import pytest
 import torch
 import transformers
 
-from megatron3d.analysis.memory_model.kernel_memory import KERNELS
-from megatron3d.analysis.memory_model.rank import predict_memory
 from megatron3d.config.model_defaults import resolve_architecture
 from megatron3d.config.read import read_config
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.convert.config_json import read_settings
-from megatron3d.model.architecture import architecture_record, changed_fields, may_change
-from megatron3d.model.flops import num_parameters
-from megatron3d.model.layer_kinds import expert_layers
+from megatron3d.forecast.memory.local_sizes import KERNELS
+from megatron3d.forecast.memory.rank import predict_memory
+from megatron3d.model.linear_spec import num_parameters
+from megatron3d.model.spec import architecture_record, changed_fields, expert_layers, may_change
 
 FOLDER = Path(__file__).parents[3] / "configs" / "models"
 GPU_BYTES = 80e9

@@ -14,8 +14,7 @@ from megatron3d.config.report import render, write_resolved
 from megatron3d.config.schema import Config
 from megatron3d.config.suggest import SECTIONS, nearest_key
 from megatron3d.config.yaml_origins import parse_value
-from megatron3d.errors import UserError
-from megatron3d.errors.foreign_text import is_one_line
+from megatron3d.errors import UserError, is_one_line
 
 
 def problems_of(path: Path, text: str | bytes, *overrides: str) -> tuple[str, ...]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron3d.config.report import slow_shapes
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
-from megatron3d.config.slow_shapes import slow_shapes
 
 MODEL = {"num_layers": 2, "hidden_size": 512, "num_attention_heads": 8, "seq_length": 64, "vocab_size": 512}
 

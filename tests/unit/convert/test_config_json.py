@@ -10,16 +10,16 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron3d.attention.rotary_spec import RotaryScaling
 from megatron3d.config.model_defaults import resolve_architecture
-from megatron3d.config.model_schema import ModelConfig
+from megatron3d.config.schema import ModelConfig
 from megatron3d.convert.config_json import read_settings, write_settings
-from megatron3d.convert.hub_fields import METADATA
-from megatron3d.convert.model_types import MODEL_TYPES
+from megatron3d.convert.family_table import MODEL_TYPES
+from megatron3d.convert.fields import METADATA
 from megatron3d.convert.tensor_names import file_tensors, logical_shapes
 from megatron3d.errors import UserError
-from megatron3d.model.architecture import FAMILIES, Architecture
-from megatron3d.ops.rotary_spec import RotaryScaling
-from megatron3d.ops.router_spec import Experts
+from megatron3d.experts.spec import Experts
+from megatron3d.model.spec import FAMILIES, Architecture
 from tests.support.hub_models import (
     DEFAULTS,
     GPT2,

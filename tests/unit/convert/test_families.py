@@ -16,9 +16,8 @@ from torch import Tensor
 from megatron3d.config.model_defaults import resolve_architecture
 from megatron3d.convert.config_json import read_settings, write_settings
 from megatron3d.convert.conversion import ConversionRequest, from_hub, to_hub
-from megatron3d.convert.family_table import family_table
+from megatron3d.convert.family_table import MODEL_TYPES, family_table
 from megatron3d.convert.hub_weights import STACKED
-from megatron3d.convert.model_types import MODEL_TYPES
 from megatron3d.convert.reference_models import REFERENCE_LOGITS
 from megatron3d.convert.tensor_names import file_tensors
 from megatron3d.errors import UserError

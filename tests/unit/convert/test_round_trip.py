@@ -17,10 +17,9 @@ from torch import Tensor
 
 from megatron3d.checkpoint import store
 from megatron3d.comm.process_comm import ProcessComm
-from megatron3d.config.model_schema import ModelConfig
 from megatron3d.config.read import read_config
 from megatron3d.config.run_spec import RunSpec
-from megatron3d.config.schema import Config
+from megatron3d.config.schema import Config, ModelConfig
 from megatron3d.convert.compare import stored_inputs
 from megatron3d.convert.conversion import ConversionRequest, from_hub, read_architecture, to_hub
 from megatron3d.parallel.mesh import Mesh
@@ -215,7 +214,7 @@ def test_the_compared_logits_are_stored(tmp_path: Path) -> None:
 def test_one_wrong_tensor_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A name table that swapped two tensors of equal size would fail."""
     from megatron3d.convert import conversion as module
-    from megatron3d.convert.module_names import MODULES
+    from megatron3d.convert.tensor_names import MODULES
 
     exchanged = {"{n}.attention.k": "{n}.attention.v", "{n}.attention.v": "{n}.attention.k"}
     table = {

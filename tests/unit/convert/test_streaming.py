@@ -12,12 +12,11 @@ import pytest
 import torch
 
 from megatron3d.config.model_defaults import resolve_architecture
-from megatron3d.config.model_schema import ModelConfig
+from megatron3d.config.schema import ModelConfig
 from megatron3d.convert import compare
 from megatron3d.convert.config_json import write_settings
 from megatron3d.convert.conversion import ConversionRequest, from_hub, to_hub
-from megatron3d.convert.hub_weights import rows_of
-from megatron3d.convert.safetensors_writer import divide, write_shards
+from megatron3d.convert.hub_weights import divide, rows_of, write_shards
 from megatron3d.convert.tensor_names import FileTensor, file_tensors
 from megatron3d.errors import UserError
 from tests.support.hub_models import GPT2, LLAMA, write_hub

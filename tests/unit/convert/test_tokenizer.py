@@ -16,11 +16,10 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron3d.config.io_schema import DataConfig
-from megatron3d.convert import sentencepiece_pieces
-from megatron3d.convert.sentencepiece_pieces import read_pieces
+from megatron3d.config.schema import DataConfig
+from megatron3d.convert import tokenizer_candidates as sentencepiece_pieces
 from megatron3d.convert.tokenizer import export_tokenizer, import_tokenizer, keep_token_ids
-from megatron3d.convert.tokenizer_probe import SAMPLE, open_texts
+from megatron3d.convert.tokenizer_candidates import SAMPLE, open_texts, read_pieces
 from megatron3d.data.preprocess.tokenizer_training import TrainingText, train_sentencepiece
 from megatron3d.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron3d.errors import UserError

@@ -6,10 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron3d.data.corpus.blended import TokenFileSamples
-from megatron3d.data.corpus.samples import Split
+from megatron3d.data.corpus.corpus import TokenFileSamples
+from megatron3d.data.corpus.plan import Split
 from megatron3d.data.loader import BatchLoader, PrefetchingLoader
-from megatron3d.data.ramp import Batches, make_ramp
+from megatron3d.data.ramp_plan import Batches, make_ramp
 from megatron3d.data.token_files.indexed import IndexedDataset
 from megatron3d.data.token_files.writer import IndexedWriter
 from megatron3d.data.tokenizers.tokenizer import ByteTokenizer

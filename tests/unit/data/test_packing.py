@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megatron3d.attention.packed import Visible
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.data.packing import IGNORED, Packing
-from megatron3d.ops.packed_attention import Visible
 from megatron3d.parallel.modes import MODES
-from megatron3d.pipeline.executor import PipelineExecutor
+from megatron3d.pipeline.engine import PipelineExecutor
 from megatron3d.train.state import build_state
 from megatron3d.verify.layouts import StepTrace, differences, trace
 from tests.support.turn_ranks import connect, run_turns

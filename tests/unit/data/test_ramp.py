@@ -12,7 +12,7 @@ from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
 from megatron3d.data.loader import BatchLoader, PrefetchingLoader
-from megatron3d.data.ramp import Batch, Batches, Ramp
+from megatron3d.data.ramp_plan import Batch, Batches, Ramp
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.verify.layouts import RandomSamples
 

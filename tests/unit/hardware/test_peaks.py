@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 
-from megatron3d.hardware import peaks
+from megatron3d.hardware import devices as peaks
 
 SHEETS = {path.name: path for path in files("megatron3d.hardware").iterdir() if path.name.endswith(".yaml")}
 

@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
-from megatron3d.hardware.sdpa_backends import chosen, describe_attention, usable
+from megatron3d.hardware.devices import chosen, describe_attention, usable
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron3d.inference.sampling import Sampler
-from megatron3d.inference.scoring import score
+from megatron3d.inference.sampling import Sampler, score
 from megatron3d.model.microbatch import Pass
 from tests.support.turn_ranks import run_turns
 from tests.unit.inference.test_sampling import CPU, assert_equal, executor_of

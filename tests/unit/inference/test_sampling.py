@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megatron3d.attention.kv_cache import KVCache
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.inference import sampling
 from megatron3d.inference.sampling import Sampler, Text, sample
-from megatron3d.model.layer_kinds import attention_kind
-from megatron3d.ops.kv_cache import KVCache
+from megatron3d.model.spec import attention_kind
 from megatron3d.parallel.modes import MODES
-from megatron3d.pipeline.executor import PipelineExecutor
+from megatron3d.pipeline.engine import PipelineExecutor
 from megatron3d.pipeline.schedules import SCHEDULES
 from megatron3d.train.state import build_state
 from tests.support.turn_ranks import connect, run_turns

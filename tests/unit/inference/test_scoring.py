@@ -20,10 +20,10 @@ from tokenizers import models, processors
 
 from megatron3d.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer, build_tokenizer
 from megatron3d.errors import UserError
-from megatron3d.inference import scoring
+from megatron3d.inference import sampling as scoring
 from megatron3d.inference.lm_eval_adapter import Harness, as_lm
-from megatron3d.inference.scoring import Score, score
-from megatron3d.pipeline.executor import PipelineExecutor
+from megatron3d.inference.sampling import Score, score
+from megatron3d.pipeline.engine import PipelineExecutor
 from tests.support.turn_ranks import run_turns
 from tests.unit.inference.test_sampling import (
     CPU,

@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron3d.inference import speculation
-from megatron3d.inference.sampling import Choice, Sampler, Text, generate, sample
-from megatron3d.inference.speculation import Draft, Speculation, verified
+from megatron3d.inference import sampling as speculation
+from megatron3d.inference.sampling import Choice, Draft, Sampler, Speculation, Text, generate, sample, verified
 from megatron3d.model.gpt import GPT
 from megatron3d.parallel.modes import MODES
-from megatron3d.pipeline.executor import PipelineExecutor
+from megatron3d.pipeline.engine import PipelineExecutor
 from tests.support.turn_ranks import run_turns
 from tests.unit.inference.test_sampling import CPU, LENGTH, MODELS, VOCAB_SIZE, executor_of
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron3d.launch.health import Gpu, fault_of, find_gpus, node_problems
+from megatron3d.launch.__main__ import Gpu, fault_of, find_gpus, node_problems
 
 GOOD = Gpu("H100", 79 * 2**30, 80 * 2**30)
 

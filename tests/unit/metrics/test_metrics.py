@@ -23,14 +23,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron3d.config.io_schema import LoggingConfig
-from megatron3d.config.schema import Config, TrainConfig
+from megatron3d.config.schema import Config, LoggingConfig, TrainConfig
 from megatron3d.errors import UserError
 from megatron3d.metrics import MetricsWriter, StepRecord, peak_memory_bytes
 from megatron3d.metrics.journal import FILE_NAME, Journal, read_journal
-from megatron3d.metrics.sinks import WANDB_ID
 from megatron3d.metrics.step_record import evaluation_line, step_line
-from megatron3d.metrics.writer import numbers
+from megatron3d.metrics.writer import WANDB_ID, numbers
 
 RECORD = StepRecord(
     iteration=10,

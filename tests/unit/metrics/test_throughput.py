@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from megatron3d.config.model_defaults import resolve_architecture
-from megatron3d.config.model_schema import ModelConfig
-from megatron3d.metrics.throughput import StepWork
-from megatron3d.model.flops import flops_per_token
+from megatron3d.config.schema import ModelConfig
+from megatron3d.metrics.step_record import StepWork
+from megatron3d.model.linear_spec import flops_per_token
 
 A100, TPU_V4 = 312e12, 275e12
 

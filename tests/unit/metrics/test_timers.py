@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from megatron3d.metrics import timers
 from megatron3d.metrics.timers import BACKWARD, BATCH, COMPUTES, EVALUATE, FORWARD, SCHEDULE, Spread, Timers, own_ms
-from megatron3d.pipeline.action_costs import Costs
-from megatron3d.pipeline.actions import Action, ActionKind
+from megatron3d.pipeline.actions import Action, ActionKind, Costs
 from megatron3d.pipeline.schedules import SCHEDULES, build_schedule
 from megatron3d.pipeline.simulate import simulate
 

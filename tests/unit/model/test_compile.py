@@ -21,11 +21,11 @@ from torch.utils.checkpoint import checkpoint
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.errors import UserError
+from megatron3d.linear.main_grad import MainGrads
 from megatron3d.model.compile import Backend, Compiler, Graph
 from megatron3d.model.layers import Layer
 from megatron3d.model.microbatch import Pass
 from megatron3d.model.modules import Linear
-from megatron3d.ops.main_grad import MainGrads
 from megatron3d.train.state import TrainState, build_state, connect
 from tests.support.pool import Pool
 

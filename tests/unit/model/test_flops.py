@@ -11,19 +11,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron3d.attention.pairs_plan import num_scores
 from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.config.model_defaults import resolve_architecture
-from megatron3d.config.model_schema import ModelConfig
-from megatron3d.model.architecture import Architecture
-from megatron3d.model.flops import flops_per_token, num_parameters, weights_of_layer
+from megatron3d.config.schema import ModelConfig
 from megatron3d.model.gpt import GPT
-from megatron3d.model.layer_kinds import attention_kind
-from megatron3d.model.params import param_specs
-from megatron3d.model.stages import StageAssignment, make_stages
-from megatron3d.parallel.loss_chunks import LossChunk
+from megatron3d.model.linear_spec import flops_per_token, num_parameters, weights_of_layer
+from megatron3d.model.param_spec import param_specs
+from megatron3d.model.spec import Architecture, attention_kind
+from megatron3d.model.stage_plan import StageAssignment, make_stages
+from megatron3d.ops.plan import LossChunk
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.modes import MODES, build_mode
-from megatron3d.parallel.sequence_pairs import num_scores
 from megatron3d.verify.flop_memory_meter import FlopMemoryMeter
 
 GPT2_124M = ModelConfig(family="gpt2", num_layers=12, hidden_size=768, num_attention_heads=12, seq_length=1024)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron3d.config.model_defaults import resolve_architecture
-from megatron3d.config.model_schema import ModelConfig
-from megatron3d.model.groups import communication_axes
+from megatron3d.config.schema import ModelConfig
+from megatron3d.model.group_plan import communication_axes
 from megatron3d.parallel.mesh import Mesh, disjoint_cover
 from megatron3d.parallel.modes import MODES, build_mode
 

@@ -7,9 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron3d.model.init import initialize, normal_box
+from megatron3d.model.params import initialize, normal_box, part_views
 from megatron3d.parallel.layout import Box, ParamSpec, Part, box
-from megatron3d.parallel.logical_views import part_views
 from megatron3d.parallel.mesh import Mesh
 
 LAYOUTS = [((), ()), (("x",), ()), ((), ("y",)), (("x", "y"), ()), (("y",), ("x",))]

@@ -12,17 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron3d.analysis.memory_model.rank import rank_memory
-from megatron3d.analysis.memory_model.step_spec import make_step_spec
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
 from megatron3d.data.loader import Microbatch
 from megatron3d.data.packing import PLAIN, Packing
-from megatron3d.model.stages import divide
-from megatron3d.train.evaluate import evaluate
+from megatron3d.forecast.memory.rank import rank_memory
+from megatron3d.forecast.memory.step_spec import make_step_spec
+from megatron3d.model.stage_plan import divide
 from megatron3d.train.state import TrainState, build_state, connect
-from megatron3d.train.step import StepSettings, train_step, valid_tokens
+from megatron3d.train.step import StepSettings, evaluate, train_step, valid_tokens
 from megatron3d.verify.layouts import differences
 from tests.support.equality import run_trace
 from tests.support.turn_ranks import run_turns

@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron3d.config.model_defaults import resolve_architecture
-from megatron3d.config.model_schema import ModelConfig
-from megatron3d.model.architecture import Architecture
-from megatron3d.model.params import EMBEDDING, HEAD, param_specs, stage_specs
-from megatron3d.model.stages import StageAssignment, make_stages
+from megatron3d.config.schema import ModelConfig
+from megatron3d.model.param_spec import EMBEDDING, HEAD, param_specs, stage_specs
+from megatron3d.model.spec import Architecture
+from megatron3d.model.stage_plan import StageAssignment, make_stages
 from megatron3d.parallel.layout import ParamSpec, box_shape, layout_axes, num_copies
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.modes import MODES, build_mode

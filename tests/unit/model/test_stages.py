@@ -10,12 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron3d.config.model_defaults import resolve_architecture
-from megatron3d.config.model_schema import ModelConfig
 from megatron3d.config.run_spec import RunSpec
-from megatron3d.config.schema import Config
-from megatron3d.model.architecture import Architecture
-from megatron3d.model.flops import flops_of_layer, head_flops_per_token, layer_flops_per_token
-from megatron3d.model.stages import Stage, divide, make_stages
+from megatron3d.config.schema import Config, ModelConfig
+from megatron3d.model.linear_spec import flops_of_layer, head_flops_per_token, layer_flops_per_token
+from megatron3d.model.spec import Architecture
+from megatron3d.model.stage_plan import Stage, divide, make_stages
 from megatron3d.pipeline.actions import Action, ActionKind, RankOfStage, rank_in_loop, rank_in_v
 from megatron3d.pipeline.schedules import SCHEDULES, build_schedule
 from megatron3d.pipeline.validate import write_schedule

@@ -7,14 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron3d.analysis.memory_model.local_sizes import LocalSizes
 from megatron3d.config.model_defaults import resolve_architecture
-from megatron3d.config.model_schema import ModelConfig
 from megatron3d.config.run_spec import RunSpec
-from megatron3d.config.schema import Config
-from megatron3d.model.architecture import Architecture
-from megatron3d.model.flops import flops_per_token
-from megatron3d.model.layer_kinds import attention_kind, has_window, mean_keys
+from megatron3d.config.schema import Config, ModelConfig
+from megatron3d.forecast.memory.local_sizes import LocalSizes
+from megatron3d.model.linear_spec import flops_per_token
+from megatron3d.model.spec import Architecture, attention_kind, has_window, mean_keys
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.modes import build_mode
 from megatron3d.train.state import build_state

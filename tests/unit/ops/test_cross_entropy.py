@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron3d.comm.interface import Comm
 from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.ops.cross_entropy import LMHead, head_logits, head_loss
-from megatron3d.parallel.loss_chunks import LossChunk
+from megatron3d.ops.plan import LossChunk
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Axes, Mesh
 from megatron3d.parallel.modes import MODES, build_mode

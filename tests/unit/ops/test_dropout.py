@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron3d.ops import dropout as dropout_module
-from megatron3d.ops.dropout import dropout, keep_mask
-from megatron3d.ops.seeds import derive_seed
+from megatron3d.ops.dropout import derive_seed, dropout, keep_mask
 from tests.support.largest_tensor import LargestTensor
 from tests.support.triton_process import check, needs_triton
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from megatron3d.comm.interface import Comm
 from megatron3d.comm.process_comm import ProcessComm
+from megatron3d.linear.main_grad import MainGrads
 from megatron3d.ops import embedding as embedding_module
 from megatron3d.ops.embedding import embedding
-from megatron3d.ops.main_grad import MainGrads
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.modes import MODES, build_mode

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron3d.ops.cross_entropy import LOSS_KERNELS, loss_kernel
-from megatron3d.runtime.triton_package import has_triton
+from megatron3d.runtime.machine import has_triton
 from tests.support.triton_process import check, needs_triton
 
 

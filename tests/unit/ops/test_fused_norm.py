@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron3d.ops.norm import SHARDED_NORMS, sharded_norm
-from megatron3d.runtime.triton_package import has_triton
+from megatron3d.runtime.machine import has_triton
 from tests.support.triton_process import check, needs_triton
 
 

@@ -19,9 +19,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.data.loader import BatchLoader
-from megatron3d.ops import offload
-from megatron3d.ops.offload import ActivationOffload
-from megatron3d.ops.side_stream import SideWork, host_memory
+from megatron3d.ops import recompute as offload
+from megatron3d.ops.recompute import ActivationOffload, SideWork, host_memory
 from megatron3d.train.state import build_state
 from megatron3d.train.step import StepSettings, train_step
 from megatron3d.verify.layouts import RandomSamples

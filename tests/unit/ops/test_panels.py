@@ -16,19 +16,18 @@ from torch import Tensor
 
 from megatron3d.comm.interface import Comm
 from megatron3d.comm.recording import Recorder
-from megatron3d.ops.main_grad import MainGrads
-from megatron3d.ops.matmul import Matmul
+from megatron3d.linear.main_grad import MainGrads, WgradQueue
+from megatron3d.linear.matmul import Matmul
+from megatron3d.linear.overlap_plan import Direction, TPOverlap
 from megatron3d.ops.panelled_matmul import PanelledMatmul
-from megatron3d.ops.wgrad_queue import WgradQueue
 from megatron3d.parallel.layout import box, box_shape
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.modes import MODES, build_mode
 from megatron3d.parallel.panel_plan import PanelPlan, split_into_panels
-from megatron3d.parallel.tp_overlap import Direction, TPOverlap
 from tests.support.shards import cut, every_group, normal, plan_comm, pretended_world
 from tests.support.turn_ranks import run_turns
-from tests.unit.ops.test_matmul import CUBE, MESH, Diary, cases, errors
+from tests.unit.linear.test_matmul import CUBE, MESH, Diary, cases, errors
 
 NUM_PANELS = 3
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron3d.config.schema import TrainConfig
-from megatron3d.optim.loss_scale import LossScale
-from megatron3d.optim.precision import PRECISIONS
+from megatron3d.optim.precision import PRECISIONS, LossScale
 
 CPU = torch.device("cpu")
 

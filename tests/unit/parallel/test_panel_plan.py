@@ -6,11 +6,11 @@ import pytest
 
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
+from megatron3d.linear.overlap_plan import OVERLAP_ALL, Direction, TPOverlap
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.modes import MODES, build_mode
 from megatron3d.parallel.panel_plan import TENSORS, WHOLE, PanelPlan, plan_panels, split_into_panels, stored_over
-from megatron3d.parallel.tp_overlap import OVERLAP_ALL, Direction, TPOverlap
 
 BOTH = tuple(Direction)
 UNEVEN = MatmulPlan(m=("r",), n=("c",), x={"c": "K"}, w={"r": "K"})

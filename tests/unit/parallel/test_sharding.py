@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from megatron3d.analysis.cost_model.step import load_machine, simulated_step
-from megatron3d.analysis.memory_model.kernel_memory import KERNELS
-from megatron3d.analysis.memory_model.step_spec import make_step_spec
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
+from megatron3d.forecast.memory.local_sizes import KERNELS
+from megatron3d.forecast.memory.step_spec import make_step_spec
+from megatron3d.forecast.time.step import load_machine, simulated_step
 from megatron3d.parallel.matmul_plan import Traffic
 from megatron3d.parallel.sharding import bucket_bytes
 

@@ -8,9 +8,8 @@ from random import Random
 import pytest
 
 from megatron3d.pipeline.actions import Action, ActionKind, Schedule
-from megatron3d.pipeline.execution_order import Deadlock, StageKind, execution_order
 from megatron3d.pipeline.schedules import SCHEDULES, build_schedule
-from megatron3d.pipeline.simulate import Timeline, simulate_durations
+from megatron3d.pipeline.simulate import Deadlock, StageKind, Timeline, execution_order, simulate_durations
 
 
 def simulated(schedule: Schedule, seconds: Mapping[StageKind, float], hop: float) -> Timeline:

@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron3d.pipeline.action_costs import Costs
 from megatron3d.pipeline.actions import (
     COMPUTATIONS,
     RECEIVES,
     SENDS,
     Action,
     ActionKind,
+    Costs,
     Schedule,
     completed_by,
     dependencies,

@@ -8,8 +8,7 @@ from io import BytesIO
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron3d.pipeline.action_costs import Costs
-from megatron3d.pipeline.actions import Action, ActionKind
+from megatron3d.pipeline.actions import Action, ActionKind, Costs
 from megatron3d.pipeline.plot import MAX_COLUMNS, figure, text_picture, trace
 from megatron3d.pipeline.schedules import SCHEDULES, build_schedule
 from megatron3d.pipeline.simulate import Span, Timeline, simulate

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 
 from megatron3d.errors import UserError
-from megatron3d.pipeline.action_costs import Costs
-from megatron3d.pipeline.actions import Schedule, stage_to_rank
+from megatron3d.pipeline.actions import Costs, Schedule, stage_to_rank
 from megatron3d.pipeline.schedules import (
     SCHEDULES,
     build_schedule,

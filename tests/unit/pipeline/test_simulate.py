@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron3d.errors import UserError
-from megatron3d.pipeline.action_costs import Costs, parse_costs
-from megatron3d.pipeline.actions import Action, ActionKind, Schedule, completed_by, dependencies
+from megatron3d.pipeline.actions import Action, ActionKind, Costs, Schedule, completed_by, dependencies, parse_costs
 from megatron3d.pipeline.schedules import SCHEDULES, build_schedule
 from megatron3d.pipeline.simulate import Timeline, simulate
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron3d.runtime.arguments import ToolParser, positive, real, whole
-from megatron3d.runtime.limits import read_limited
+from megatron3d.runtime.arguments import ToolParser, positive, read_limited, real, whole
 
 
 @pytest.mark.parametrize("text", ["", "²", "٣", "1.5", "1e3", "nan", "-", "1__0", "_1", " 1", "1" * 400, "-1", "1001"])

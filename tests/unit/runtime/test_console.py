@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron3d.runtime.exit_codes import ExitCode
+from megatron3d.errors import ExitCode
 from tests.support.tiny_run import ROOT
 
-HEAD = "import sys\nfrom megatron3d.errors import UserError\nfrom megatron3d.runtime import console, process\n\n\n"
+HEAD = (
+    "import sys\nfrom megatron3d.errors import UserError\n"
+    "from megatron3d.runtime import process, program as console\n\n\n"
+)
 
 
 def program(folder: Path, body: str) -> Path:

@@ -10,7 +10,7 @@ import torch
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
 from megatron3d.errors import UserError
-from megatron3d.runtime.determinism import WORKSPACE, set_up_determinism, sum_gemms_in_fp32
+from megatron3d.runtime.machine import WORKSPACE, set_up_determinism, sum_gemms_in_fp32
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,8 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron3d.runtime import gpu_environment, process
+from megatron3d.runtime import machine as gpu_environment
+from megatron3d.runtime import process
 from megatron3d.runtime.launcher_env import LauncherEnv
 
 NAMES = [(variable, name) for variable in gpu_environment.variables(600) for name in (variable.name, *variable.others)]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron3d.runtime.exit_codes import ExitCode
+from megatron3d.errors import ExitCode
 from tests.support.processes import start
 from tests.support.tiny_run import ROOT
 

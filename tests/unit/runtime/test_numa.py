@@ -12,9 +12,10 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron3d.runtime import numa, process
+from megatron3d.runtime import machine as numa
+from megatron3d.runtime import process
 from megatron3d.runtime.launcher_env import LauncherEnv
-from megatron3d.runtime.numa import bind_to_gpu, cpus_of, node_of, num_threads
+from megatron3d.runtime.machine import bind_to_gpu, cpus_of, node_of, num_threads
 
 GPU, ORPHAN = "0000:3b:00.0", "0000:5e:00.0"
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from megatron3d.runtime.open_files import raise_open_file_limit
+from megatron3d.runtime.machine import raise_open_file_limit
 
 START = """
 import resource

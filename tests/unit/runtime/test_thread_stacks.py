@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from megatron3d.comm.interface import Pending
-from megatron3d.runtime import thread_stacks
-from megatron3d.runtime.thread_stacks import MAX_FRAMES, PACKAGE, package_stacks
+from megatron3d.runtime import watchdog as thread_stacks
+from megatron3d.runtime.watchdog import MAX_FRAMES, PACKAGE, package_stacks
 
 
 def mine() -> tuple[str, ...]:

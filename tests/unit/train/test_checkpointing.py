@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron3d.checkpoint.index import Index
-from megatron3d.checkpoint.meta import Meta, read_meta
+from megatron3d.checkpoint.index import Index, Meta, read_meta
 from megatron3d.errors import UserError
 
 COUNTERS: dict[str, Any] = {"iteration": 3, "consumed_samples": 24, "optimizer_steps": 3.0}

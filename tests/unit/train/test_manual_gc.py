@@ -1,4 +1,4 @@
-"""Fact: with `train.manual_gc` Python collects garbage at the configured iterations only, and as before afterwards."""
+"""Fact: with `train.loop` Python collects garbage at the configured iterations only, and as before afterwards."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import gc
 import pytest
 
 from megatron3d.config.schema import TrainConfig
-from megatron3d.train.manual_gc import ManualGc
+from megatron3d.train.loop import ManualGc
 
 
 def collections(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -9,8 +9,7 @@ import torch
 
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
-from megatron3d.train.replica_check import check_replicas, digest
-from megatron3d.train.state import build_state
+from megatron3d.train.state import build_state, check_replicas, digest
 from tests.support.turn_ranks import connect, run_turns
 
 MODEL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 8, "vocab_size": 64}

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.errors import UserError
-from megatron3d.train.monitor.run_facts import describe_compilation
+from megatron3d.train.monitor.reports import describe_compilation
 from megatron3d.train.state import TrainState, build_state, connect
 from tests.support.shards import pretended_world
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron3d.metrics.journal import FILE_NAME
-from megatron3d.viz.expert_load import MAX_COLUMNS, draw_load, load_table
+from megatron3d.viz.curves import MAX_COLUMNS, draw_load, load_table
 from megatron3d.viz.report import report
 
 

@@ -20,9 +20,9 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
+from megatron3d.errors import ExitCode
 from megatron3d.metrics.journal import FILE_NAME, read_journal
 from megatron3d.parallel.mesh import ranges
-from megatron3d.runtime.exit_codes import ExitCode
 from megatron3d.viz.report import is_finished, report
 from tests.support.pool import Pool
 from tests.support.tiny_run import in_run, run_as_rank, write_config

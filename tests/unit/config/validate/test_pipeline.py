@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.facts import Facts
-from megatron3d.config.validate.pipeline import file_problems
+from megatron3d.config.validate.layout import file_problems
 from megatron3d.config.validate.rules import check
 from megatron3d.pipeline.actions import Schedule
 from megatron3d.pipeline.schedules import SCHEDULES, build_schedule

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
-from megatron3d.model.params import param_specs
+from megatron3d.model.param_spec import param_specs
 from megatron3d.parallel.layout import box, box_shape
 from megatron3d.parallel.modes import MODES
 from tests.support.valid_config import with_changes

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron3d.data.corpus.blend import MAX_TOTAL, Blend, Paths, parse_paths, whole_parts
+from megatron3d.data.corpus.plan import MAX_TOTAL, Blend, Paths, parse_paths, whole_parts
 from megatron3d.errors import UserError
 
 PARTS = st.lists(st.integers(1, 60), min_size=1, max_size=8).map(tuple)

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron3d.data.corpus.samples import Split, parse_split, sample_offsets, split_tokens
-from megatron3d.data.permutation import permute
+from megatron3d.data.corpus.plan import Split, parse_split, permute, sample_offsets, split_tokens
 from megatron3d.errors import UserError
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megatron3d.data.corpus.stream import Cursor, StreamedDataset, StreamedSamples
 from megatron3d.data.preprocess.encode import EncoderSpec
-from megatron3d.data.preprocess.hub_datasets import num_shards
+from megatron3d.data.preprocess.inputs import num_shards
 from megatron3d.data.tokenizers.tokenizer import ByteTokenizer
 from megatron3d.errors import UserError
 

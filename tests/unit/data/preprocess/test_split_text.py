@@ -9,8 +9,8 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron3d.data.preprocess import split_text
-from megatron3d.data.preprocess.split_text import exact_split, sections, sentence_splitter
+from megatron3d.data.preprocess import readers as split_text
+from megatron3d.data.preprocess.readers import exact_split, sections, sentence_splitter
 from megatron3d.data.tokenizers.tokenizer import ByteTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
 
 TEXT = Path(json.__file__).with_name("decoder.py").read_text(encoding="utf-8")

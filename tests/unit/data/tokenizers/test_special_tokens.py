@@ -16,8 +16,8 @@ import transformers
 from tokenizers import models, processors
 
 from megatron3d.data.preprocess.encode import EncoderSpec, encode_batch
-from megatron3d.data.preprocess.input_chunks import InputChunk
-from megatron3d.data.preprocess.records import Record
+from megatron3d.data.preprocess.inputs import InputChunk
+from megatron3d.data.preprocess.readers import Record
 from megatron3d.data.tokenizers.special_tokens import SpecialTokens, with_beginning
 from megatron3d.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer
 from megatron3d.errors import UserError

@@ -22,15 +22,14 @@ from torch import Tensor
 
 from megatron3d.comm.interface import Pending
 from megatron3d.comm.process_comm import ProcessComm
+from megatron3d.errors import ExitCode
+from megatron3d.parallel.links import Link
 from megatron3d.parallel.mesh import Mesh
-from megatron3d.parallel.p2p import Link
-from megatron3d.pipeline.action_costs import Costs
-from megatron3d.pipeline.actions import Action, ActionKind, Schedule, parse_action
+from megatron3d.pipeline.actions import Action, ActionKind, Costs, Schedule, parse_action
 from megatron3d.pipeline.engine import ActivationTransfer, Engine
 from megatron3d.pipeline.schedules import SCHEDULES, build_schedule
 from megatron3d.pipeline.simulate import Timeline, simulate, simulate_mean_durations
-from megatron3d.runtime.exit_codes import ExitCode
-from megatron3d.train.monitor.pipeline_trace import TraceRecorder
+from megatron3d.train.monitor.profiling import TraceRecorder
 from tests.support.pool import Pool
 from tests.support.tiny_run import in_run, run, run_as_rank, write_config
 

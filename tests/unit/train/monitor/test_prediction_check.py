@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron3d.parallel.exposed_comm import ExposedComm
-from megatron3d.train.monitor.prediction_check import parts_of
+from megatron3d.linear.overlap_plan import ExposedComm
+from megatron3d.train.monitor.monitor import parts_of
 
 PHASES = {
     "batch-generator": 0.1,

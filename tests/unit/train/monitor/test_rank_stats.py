@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from megatron3d.linear.overlap_plan import ExposedComm
 from megatron3d.metrics.timers import BACKWARD, BATCH, FORWARD, PHASES, SCHEDULE, Spread, own_ms
-from megatron3d.parallel.exposed_comm import ExposedComm
 from megatron3d.parallel.mesh import Axes, Mesh
-from megatron3d.train.monitor.rank_stats import MEMORY, TIMERS, RankStatistics
+from megatron3d.train.monitor.monitor import MEMORY, TIMERS, RankStatistics
 from tests.support.turn_ranks import make_comm, run_turns
 
 SETS: list[Axes] = [("pipeline",), ("data",), ("t",)]

@@ -11,11 +11,17 @@ from torch import nn
 
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config, ParallelConfig
-from megatron3d.hardware.peaks import Peak
-from megatron3d.model.flops import num_parameters
+from megatron3d.hardware.devices import Peak
+from megatron3d.model.linear_spec import num_parameters
 from megatron3d.parallel.modes import MODES
-from megatron3d.train.monitor.run_facts import describe_buckets, describe_communicators, describe_context
-from megatron3d.train.monitor.startup_report import check_built, describe_connections, startup_report
+from megatron3d.train.monitor.reports import (
+    check_built,
+    describe_buckets,
+    describe_communicators,
+    describe_connections,
+    describe_context,
+    startup_report,
+)
 from megatron3d.train.state import TrainState, build_state
 from tests.support.turn_ranks import connect, run_turns
 

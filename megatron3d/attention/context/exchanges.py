@@ -1,0 +1,477 @@
+"""All-gather of keys and values over context ranks, as Llama 3 does (arXiv:2407.21783, section 3.3.2).
+
+With grouped queries keys and values are small; their gradients return by reduce-scatters.
+Letters: B sequences, L positions of this rank, S positions of whole sequences, N query heads, G key/value heads,
+D features of a head.
+
+Ring attention (Liu et al. 2023, arXiv:2310.01889): keys and values move round the context ranks during attention.
+
+    forward     kv of the next step in flight | pairs of this step, merged by log-sum-exp
+    backward    kv of the next step and the gradients of the step before in flight | gradients of this step's pairs
+
+The gradients of a block of keys and values travel with it, in fp32 or wider, and are sent home after the last step.
+Half of a rank's own pairs are computed while the first block comes, the other half while its own gradients come home.
+On one rank there is no other step, and this is attention in chunks, whose memory grows with the length of sequences.
+
+Letters: B sequences, N query heads, G key/value heads, L positions of this rank, D features of a head.
+
+Exchange of positions for heads between context ranks (Jacobs et al. 2023, DeepSpeed-Ulysses, arXiv:2309.14509).
+
+    [B, N, L, D]  of this rank's positions  ->  [B, N / c, S, D]  of all positions, in their order
+
+Tensors to exchange are blocks [c, B, N / c, L, D], one for each rank's heads.
+Letters: B sequences, N heads, L positions of a rank, S positions of all c ranks, D features of a head.
+
+What an exchange between context ranks does with one part of the heads, and the exchanges by rings and over heads.
+
+Letters: B sequences, L positions of this rank, S positions of all ranks that exchange heads, N query heads,
+G key/value heads, D features of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron3d.attention.context.order import PositionOrder, add_positions, cut_positions
+from megatron3d.attention.context.plan import GatheredPairs, HeadPart, RingPlan, head_parts, key_copies, num_parts
+from megatron3d.attention.pairs import DroppedPairs, KernelOf, Merged, MergedGrads, PairKernel
+from megatron3d.comm.interface import Comm, Pending, completed
+from megatron3d.parallel.mesh import Axes
+
+OfStep = Callable[[int], KernelOf | None]
+
+
+def ring_attention(
+    q_BNLD: Tensor,
+    kv: Tensor,
+    plan: RingPlan,
+    axes: Axes,
+    comm: Comm,
+    kernel: PairKernel | None,
+    of_step: OfStep = lambda behind: None,
+) -> tuple[Tensor, Tensor]:
+    """Return attention [B, N, L, D] of this rank's positions to those that all ranks over `axes` hold, and its
+    log-sum-exp, given keys and values [2, B, G, L, D].
+
+    Args:
+        kernel: kernel of all pairs; None: the one of each kind on this device.
+        of_step: returns the kernels of the pairs with keys of the rank that many places back; None: `kernel`.
+    """
+    merged, blocks = Merged(q_BNLD, plan.window, kernel), _Blocks(kv, plan, axes, comm)
+    merged.add(kv, plan.own, of_step(0))
+    for step in plan.steps:
+        merged.add(blocks.next(), step.pairs, of_step(step.behind))
+    return merged.result()
+
+
+def ring_gradients(
+    dy: Tensor,
+    operands: tuple[Tensor, Tensor],
+    merged: tuple[Tensor, Tensor],
+    plan: RingPlan,
+    axes: Axes,
+    comm: Comm,
+    kernel: PairKernel | None,
+    of_step: OfStep = lambda behind: None,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of queries, and of keys and values, in fp32 or wider, given the final output and lse."""
+    q, kv = operands
+    grads, blocks = MergedGrads(dy, q, merged, plan.window, kernel), _Blocks(kv, plan, axes, comm)
+    own = torch.zeros_like(kv, dtype=grads.dq.dtype)
+    grads.add(kv, own, plan.own_parts[0], of_step(0))
+    travelling = _travel_home(grads, blocks, plan, axes, comm, of_step) if plan.steps else None
+    grads.add(kv, own, plan.own_parts[1], of_step(0))
+    if travelling is not None:
+        own += travelling.wait()
+    return grads.dq, own
+
+
+def _travel_home(
+    grads: MergedGrads, blocks: _Blocks, plan: RingPlan, axes: Axes, comm: Comm, of_step: OfStep
+) -> Pending:
+    """Compute the steps of other ranks' keys and values; return the gradients of this rank's that they computed."""
+    before: Pending | None = None
+    sent: Tensor | None = None
+    homeward = plan.size - plan.steps[-1].behind
+    for step, move in zip(plan.steps, (*plan.moves[1:], homeward), strict=True):
+        kv = blocks.next()
+        dkv = torch.zeros_like(kv, dtype=grads.dq.dtype)
+        grads.add(kv, dkv, step.pairs, of_step(step.behind))
+        if before is not None:
+            dkv += before.wait()
+        before, sent = comm.shift(dkv, torch.empty_like(dkv), axes, move), dkv
+    assert before is not None and sent is not None, "a ring has a step"
+    last, kept = before, sent  # what is sent must live until the wait
+    return Pending(lambda: (last.wait(), kept)[0])
+
+
+class _Blocks:
+    """Keys and values of the steps of a plan, in order, each in flight while the one before is used."""
+
+    def __init__(self, kv: Tensor, plan: RingPlan, axes: Axes, comm: Comm) -> None:
+        self._axes, self._comm = axes, comm
+        self._moves = list(plan.moves)
+        self._sent: Tensor | None = None  # must live until the wait, and no longer
+        self._pending = completed(kv)
+        self._start(kv)
+
+    def _start(self, kv: Tensor) -> None:
+        self._sent = None
+        if self._moves:
+            self._sent, out = kv, torch.empty_like(kv)
+            self._pending = self._comm.shift(kv, out, self._axes, self._moves.pop(0))
+
+    def next(self) -> Tensor:
+        """Wait for the block of the next step, and start to move it on to the step after it."""
+        kv = self._pending.wait()
+        self._start(kv)
+        return kv
+
+
+class HeadExchange:
+    """Exchange over `axes`.  Each method starts an exchange, and returns a function that waits for its result.
+
+    Args:
+        order: of the positions of all ranks over `axes`.
+    """
+
+    def __init__(self, order: PositionOrder, axes: Axes, comm: Comm) -> None:
+        self._order, self._axes, self._comm = order, axes, comm
+        self.num_ranks = comm.mesh.size(axes)
+
+    @property
+    def rank(self) -> int:
+        """Index of this rank, whose share of the heads has the same index."""
+        return self._comm.mesh.index(self._axes)
+
+    def whole_positions(self, tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
+        """Exchange blocks of several tensors at once for this rank's heads at all positions, [B, N / c, S, D] each."""
+        sizes = [each.shape[2] for each in tensors]
+        pending = self._comm.all_to_all(torch.cat(tensors, dim=2), self._axes)
+        return lambda: [self._order.gathered(each) for each in pending.wait().split(sizes, dim=2)]
+
+    def own_positions(self, tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
+        """Exchange [B, N / c, S, D] of several tensors at once for all heads at this rank's positions, in blocks."""
+        sizes = [each.shape[1] for each in tensors]
+        pending = self._comm.all_to_all(self._order.scattered(torch.cat(tensors, dim=1)), self._axes)
+        return lambda: list(pending.wait().split(sizes, dim=2))
+
+
+Result = tuple[Tensor, Tensor]
+Grads = tuple[Tensor, Tensor, Tensor]
+
+
+class Operands(NamedTuple):
+    """Queries [B, n, L, D] of a part, and the keys and values [2, B, g, T, D] that a rank attends them to first."""
+
+    q: Tensor
+    kv: Tensor
+
+
+class Exchange(Protocol):
+    """Exchange of queries, keys and values in parts of heads.
+
+    Methods that start a transfer return a function that waits for its result.
+    """
+
+    @property
+    def parts(self) -> Sequence[HeadPart]:
+        """Parts of the heads that this rank computes."""
+        ...
+
+    def bring(
+        self, part: HeadPart, q_BNLD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, result: Result | None
+    ) -> Callable[[], tuple[Operands, Result | None]]:
+        """Start to bring a part's operands; with the result of this rank's positions, the part's output and lse."""
+        ...
+
+    def attend(self, part: HeadPart, operands: Operands, kernel: PairKernel | None) -> Result:
+        """Return the output of a part, in fp32 or wider, and its log-sum-exp."""
+        ...
+
+    def sinks(self, part: HeadPart, sink_N: Tensor | None) -> Tensor | None:
+        """Return the sinks of a part, a view of those of all heads of this rank's positions."""
+        ...
+
+    def send_output(self, y: Tensor) -> Callable[[], Tensor]:
+        """Start to send the output of a part to the ranks of its positions."""
+        ...
+
+    def join_output(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return [B, N, L, D] of all parts, the heads of a position next to one another."""
+        ...
+
+    def kept_output(self, part: HeadPart, y: Tensor, y_BNLD: Tensor) -> Tensor:
+        """Return a part's output for backward, given itself and that of all parts: of the latter, if it has it."""
+        ...
+
+    def bring_grad(self, part: HeadPart, dy_BNLD: Tensor) -> Callable[[], Tensor]:
+        """Start to bring the gradient of a part's output."""
+        ...
+
+    def attend_backward(
+        self, part: HeadPart, operands: Operands, result: Result, dy: Tensor, kernel: PairKernel | None
+    ) -> Result:
+        """Return the gradients of a part's operands, in fp32 or wider."""
+        ...
+
+    def send_grads(self, part: HeadPart, grads: Operands) -> Callable[[], Grads]:
+        """Start to send the gradients of a part's operands home."""
+        ...
+
+    def join_grads(self, parts: Sequence[Grads]) -> Grads:
+        """Return the gradients of queries [B, N, L, D], keys and values [B, L, G, D]."""
+        ...
+
+
+def by_position(parts: Sequence[Tensor]) -> Tensor:
+    """Return parts [B, n, L, D] as [B, N, L, D], the heads of a position next to one another in memory."""
+    return parts[0] if len(parts) == 1 else torch.cat([part.transpose(1, 2) for part in parts], dim=2).transpose(1, 2)
+
+
+class RingAndHeads:
+    """Positions for heads over some context axes (`moved`), and keys and values round a ring over the others.
+
+    Args:
+        num_heads, num_groups: query and key/value heads at this rank's positions.
+        dropped: kernels of pairs whose weights have dropout; None: they have none.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_groups: int,
+        moved: HeadExchange | None,
+        plan: RingPlan,
+        ring: Axes,
+        comm: Comm,
+        dropped: DroppedPairs | None = None,
+    ) -> None:
+        self._moved, self._plan, self._ring, self._comm = moved, plan, ring, comm
+        self._dropped = dropped
+        ranks = moved.num_ranks if moved else 1
+        self._copies, self._num_heads = key_copies(num_groups, ranks), num_heads // ranks
+        groups, heads = num_groups * self._copies // ranks, self._num_heads
+        count = num_parts(groups) if moved else 1
+        self.parts = head_parts([head * groups // heads for head in range(heads)], count)
+
+    def bring(
+        self, part: HeadPart, q_BNLD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, result: Result | None
+    ) -> Callable[[], tuple[Operands, Result | None]]:
+        k, v = (t.transpose(1, 2) for t in (k_BLGD, v_BLGD))
+        if self._moved is None:
+            operands = Operands(q_BNLD, torch.stack((k, v)))
+            return lambda: (operands, result)
+        copies = self._copies
+        k, v = (t.repeat_interleave(copies, dim=1) if copies > 1 else t for t in (k, v))
+        queries = [q_BNLD] if result is None else [q_BNLD, result[0]]
+        blocks = [*(self._blocks(t, part.queries) for t in queries), *(self._blocks(t, part.groups) for t in (k, v))]
+        wait = self._moved.whole_positions(blocks)
+
+        def finish() -> tuple[Operands, Result | None]:
+            *queries, k, v = wait()
+            done = None if result is None else (queries[1], result[1][:, slice(*part.queries)])
+            return Operands(queries[0], torch.stack((k, v))), done
+
+        return finish
+
+    def _blocks(self, x_BNLD: Tensor, heads: tuple[int, int]) -> Tensor:
+        """Return a part of each rank's heads, [c, B, n, L, D]."""
+        assert self._moved is not None, "only heads that are exchanged are in blocks"
+        blocks: Tensor = x_BNLD.unflatten(1, (self._moved.num_ranks, -1)).movedim(1, 0)
+        return blocks[:, :, slice(*heads)]
+
+    def attend(self, part: HeadPart, operands: Operands, kernel: PairKernel | None) -> Result:
+        return ring_attention(*operands, self._plan, self._ring, self._comm, kernel, self._of_step(part))
+
+    def _heads(self, part: HeadPart) -> tuple[int, int]:
+        """Return the query heads of a part among those of this rank's positions."""
+        first = self._moved.rank * self._num_heads if self._moved else 0
+        return first + part.queries[0], first + part.queries[1]
+
+    def _of_step(self, part: HeadPart) -> OfStep:
+        dropped = self._dropped
+        return lambda behind: dropped.of(self._heads(part), behind) if dropped else None
+
+    def sinks(self, part: HeadPart, sink_N: Tensor | None) -> Tensor | None:
+        return None if sink_N is None else sink_N[slice(*self._heads(part))]
+
+    def send_output(self, y: Tensor) -> Callable[[], Tensor]:
+        if self._moved is None:
+            return lambda: y
+        wait = self._moved.own_positions([y])
+        return lambda: wait()[0]
+
+    def join_output(self, parts: Sequence[Tensor]) -> Tensor:
+        return parts[0] if self._moved is None else _from_blocks(parts)
+
+    def kept_output(self, part: HeadPart, y: Tensor, y_BNLD: Tensor) -> Tensor:
+        return y
+
+    def bring_grad(self, part: HeadPart, dy_BNLD: Tensor) -> Callable[[], Tensor]:
+        if self._moved is None:
+            return lambda: dy_BNLD
+        wait = self._moved.whole_positions([self._blocks(dy_BNLD, part.queries)])
+        return lambda: wait()[0]
+
+    def attend_backward(
+        self, part: HeadPart, operands: Operands, result: Result, dy: Tensor, kernel: PairKernel | None
+    ) -> Result:
+        of_step = self._of_step(part)
+        return ring_gradients(dy, operands, result, self._plan, self._ring, self._comm, kernel, of_step)
+
+    def send_grads(self, part: HeadPart, grads: Operands) -> Callable[[], Grads]:
+        dq, (dk, dv) = grads.q, grads.kv
+        if self._moved is None:
+            return lambda: (dq, dk, dv)
+        wait = self._moved.own_positions([dq, dk, dv])
+
+        def finish() -> Grads:
+            dq, dk, dv = wait()
+            return dq, dk, dv
+
+        return finish
+
+    def join_grads(self, parts: Sequence[Grads]) -> Grads:
+        if self._moved is None:
+            ((dq, dk, dv),) = parts
+        else:
+            dq, dk, dv = (_from_blocks([part[place] for part in parts]) for place in range(3))
+        if self._copies > 1:
+            dk, dv = (t.unflatten(1, (-1, self._copies)).sum(2) for t in (dk, dv))
+        return dq, dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+def _from_blocks(parts: Sequence[Tensor]) -> Tensor:
+    """Return [B, N, L, D] of the parts [c, B, n, L, D] of c ranks' heads, the heads of a position together."""
+    ranks, batch, heads, length, size = parts[0].shape
+    whole = parts[0].new_empty((batch, length, ranks, len(parts), heads, size))
+    for place, part in enumerate(parts):
+        whole[:, :, :, place] = part.permute(1, 3, 0, 2, 4)
+    return whole.flatten(2, 4).transpose(1, 2)
+
+
+class Gathered:
+    """Exchange that gathers keys and values of all ranks, in the order of positions.
+
+    Args:
+        axes: context axes.
+        order: of the positions of all ranks.
+        group_of_query: for each query head of this rank, its key/value head.
+        seen: pairs of this rank's queries with all keys.
+    """
+
+    def __init__(
+        self,
+        axes: Axes,
+        order: PositionOrder,
+        group_of_query: Sequence[int],
+        seen: GatheredPairs,
+        window: int | None,
+        comm: Comm,
+    ) -> None:
+        self._axes, self._comm = comm.mesh.nontrivial(axes), comm
+        self._order, self._group_of_query = order, group_of_query
+        self._seen, self._window = seen, window
+        self.parts = head_parts(group_of_query, num_parts(group_of_query[-1] + 1))
+
+    def bring(
+        self, part: HeadPart, q_BNLD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, result: Result | None
+    ) -> Callable[[], tuple[Operands, Result | None]]:
+        groups, queries = slice(*part.groups), slice(*part.queries)
+        kv = torch.cat([t[:, :, groups].transpose(1, 2) for t in (k_BLGD, v_BLGD)], dim=1)
+        pending = self._comm.all_gather(kv.unsqueeze(0), self._axes, dim=0)
+        done = None if result is None else (result[0][:, queries], result[1][:, queries])
+
+        def finish() -> tuple[Operands, Result | None]:
+            whole = self._order.gathered(pending.wait())
+            return Operands(q_BNLD[:, queries], whole.unflatten(1, (2, -1)).transpose(0, 1)), done
+
+        return finish
+
+    def attend(self, part: HeadPart, operands: Operands, kernel: PairKernel | None) -> Result:
+        merged, kv = Merged(operands.q, self._window, kernel), self._for_queries(part, operands.kv)
+        if self._seen.own:
+            merged.add(cut_positions(kv, self._seen.chunks, dim=3), self._seen.own)
+        merged.add(kv, self._seen.others)
+        return merged.result()
+
+    def _uneven(self, part: HeadPart) -> list[int] | None:
+        """Return the key/value head of each query head of a part, None where each serves equally many."""
+        first, count = part.groups[0], part.groups[1] - part.groups[0]
+        heads = [group - first for group in self._group_of_query[slice(*part.queries)]]
+        is_even = heads == [place * count // len(heads) for place in range(len(heads))] and len(heads) % count == 0
+        return None if is_even else heads
+
+    def _for_queries(self, part: HeadPart, kv: Tensor) -> Tensor:
+        heads = self._uneven(part)
+        return kv if heads is None else kv[:, :, heads]
+
+    def sinks(self, part: HeadPart, sink_N: Tensor | None) -> Tensor | None:
+        return None if sink_N is None else sink_N[slice(*part.queries)]
+
+    def send_output(self, y: Tensor) -> Callable[[], Tensor]:
+        return lambda: y
+
+    def join_output(self, parts: Sequence[Tensor]) -> Tensor:
+        return by_position(parts)
+
+    def kept_output(self, part: HeadPart, y: Tensor, y_BNLD: Tensor) -> Tensor:
+        return y_BNLD[:, slice(*part.queries)]
+
+    def bring_grad(self, part: HeadPart, dy_BNLD: Tensor) -> Callable[[], Tensor]:
+        return lambda: dy_BNLD[:, slice(*part.queries)]
+
+    def attend_backward(
+        self, part: HeadPart, operands: Operands, result: Result, dy: Tensor, kernel: PairKernel | None
+    ) -> Result:
+        grads, kv = MergedGrads(dy, operands.q, result, self._window, kernel), self._for_queries(part, operands.kv)
+        dkv = torch.zeros_like(kv, dtype=grads.dq.dtype)
+        if self._seen.own:
+            kv_own = cut_positions(kv, self._seen.chunks, dim=3)
+            dkv_own = torch.zeros_like(kv_own, dtype=dkv.dtype)
+            grads.add(kv_own, dkv_own, self._seen.own)
+            add_positions(dkv, self._seen.chunks, 3, dkv_own)
+            del kv_own, dkv_own  # before those of other ranks
+        grads.add(kv, dkv, self._seen.others)
+        heads = self._uneven(part)
+        if heads is not None:
+            index = torch.tensor(heads, device=dkv.device)
+            dkv = torch.zeros_like(operands.kv, dtype=dkv.dtype).index_add_(2, index, dkv)
+        return grads.dq, dkv
+
+    def send_grads(self, part: HeadPart, grads: Operands) -> Callable[[], Grads]:
+        by_rank, dq = self._order.scattered(grads.kv.transpose(0, 1).flatten(1, 2)), grads.q
+        pending = self._comm.reduce_scatter(by_rank, self._axes, dim=0)
+
+        def finish() -> Grads:  # which must not keep the gradients of whole sequences
+            dk, dv = pending.wait().squeeze(0).chunk(2, dim=1)
+            return dq, dk, dv
+
+        return finish
+
+    def join_grads(self, parts: Sequence[Grads]) -> Grads:
+        dq, dk, dv = (by_position([part[place] for part in parts]) for place in range(3))
+        return dq, dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+def gather_positions(x_BLND: Tensor, axes: Axes, order: PositionOrder, comm: Comm) -> Tensor:
+    """All-gather [B, L, N, D] over the context ranks to [B, N, S, D] in the order of positions."""
+    whole: Tensor = _GatherPositions.apply(x_BLND, comm.mesh.nontrivial(axes), order, comm)
+    return whole
+
+
+class _GatherPositions(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BLND: Tensor, axes: Axes, order: PositionOrder, comm: Comm) -> Tensor:
+        ctx.order, ctx.axes, ctx.comm = order, axes, comm
+        return order.gathered(comm.all_gather(x_BLND.transpose(1, 2).unsqueeze(0), axes, dim=0).wait())
+
+    @staticmethod
+    def backward(ctx: Any, dy_BNSD: Tensor) -> tuple[Tensor | None, ...]:
+        dx = ctx.comm.reduce_scatter(ctx.order.scattered(dy_BNSD), ctx.axes, dim=0).wait().squeeze(0)
+        return dx.transpose(1, 2), None, None, None

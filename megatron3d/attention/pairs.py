@@ -1,0 +1,516 @@
+"""Attention of pairs of rows whose weights have dropout, for context ranks that do not gather keys.
+
+Masks are a function of (seed, step, layer, sequence, head, position of the query, position of the key), so each pair
+makes its part of the mask that one process would make.  The log-sum-exp is that of the weights before dropout, so that
+pairs merge as without it; plain matmuls compute them, since the masks of torch's kernels depend on the layout.
+Letters: B sequences, N query heads, L query rows, T key rows.
+
+Softmax of attention's scores: a cap of the scores, and sinks, logits that join the denominators of their heads.
+
+    weight_j = exp(c tanh(s_j / c)) / (exp(sink) + sum over k of exp(c tanh(s_k / c)))
+
+Cap: Gemma Team 2024 (arXiv:2408.00118), section 2.  Learned sinks: OpenAI 2025 (arXiv:2508.10925), section 2.2; of 0
+(off by one): Miller 2023, "Attention is off by one".
+
+A sink is one more key, whose value is 0.  Merged into the output and the log-sum-exp of the others by
+
+    out <- out sigmoid(lse - sink)      lse <- log(exp(lse) + exp(sink))
+
+these are what a kernel's backward needs for exact gradients of queries, keys and values, so that every kernel and every
+exchange between context ranks has sinks.  Letters: B sequences, N query heads, L query rows, D features of a head.
+
+Attention by pairs of query and key rows, merged by their log-sum-exp (Dao et al. 2022, arXiv:2205.14135; Liu et al.
+2023, arXiv:2310.01889).
+
+    out = sum over pairs of exp(lse_pair - lse) out_pair        lse = log of the sum of exp(lse_pair)
+
+Backward calls each pair's kernel with the final output and log-sum-exp, so that the gradients of the pairs add up.
+Letters: B sequences, N query heads, G key/value heads, L query rows, T key rows, D features of a head.
+
+Attention whose scores are capped (`attention_softmax.py`): plain matmuls, since no fused kernel caps scores.
+
+Queries are computed in pieces, so that the scores in memory are at most `LONGEST` rows.
+Letters: B sequences, N query heads, G key/value heads, L query rows, T key rows, D features of a head.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron3d.attention.context.plan import Chunks
+from megatron3d.attention.pairs_plan import LONGEST, Kind, Pair, Span
+from megatron3d.ops.dropout import dropout, keep_mask
+
+VANILLA, OFF_BY_ONE, LEARNABLE = SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
+
+
+class Softmax(NamedTuple):
+    """How scores become weights.
+
+    Attributes:
+        softcap: c of c tanh(score / c), before the mask; None: scores are not capped.
+        sink_N: logit of each query head of this rank that joins the denominators; None: none does.
+    """
+
+    softcap: float | None = None
+    sink_N: Tensor | None = None
+
+    @property
+    def is_vanilla(self) -> bool:
+        """Whether it is the softmax of the scores alone."""
+        return self.softcap is None and self.sink_N is None
+
+
+PLAIN_SOFTMAX = Softmax()
+
+
+def capped(scores: Tensor, softcap: float | None) -> Tensor:
+    """Return c tanh(scores / c), or the scores themselves without a cap."""
+    return scores if softcap is None else torch.tanh(scores / softcap) * softcap
+
+
+def cap_slope(scores: Tensor, softcap: float) -> Tensor:
+    """Return the derivative of the cap, given capped scores, 0 where they are masked: 1 - tanh^2."""
+    return 1 - (scores.clamp(min=-softcap) / softcap).square()
+
+
+def add_sink(out_BNLD: Tensor, lse: Tensor, sink_N: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return output and log-sum-exp over the keys and the sink, each in its dtype.
+
+    The log-sum-exp is [B, N, L], or [N, B * L] as variable-length kernels have it.
+    """
+    if sink_N is None:
+        return out_BNLD, lse
+    sink = sink_N.to(lse.dtype).unsqueeze(-1)
+    share_BNL = _by_sequence(torch.sigmoid(lse - sink), len(out_BNLD))
+    return (out_BNLD * share_BNL.unsqueeze(-1)).to(out_BNLD.dtype), torch.logaddexp(lse, sink)
+
+
+def sink_grad(dy_BNLD: Tensor, out_BNLD: Tensor, lse: Tensor, sink_N: Tensor | None) -> Tensor | None:
+    """Return the gradient of the sinks [N], given the output and the log-sum-exp with them: -weight (dy . out)."""
+    if sink_N is None:
+        return None
+    weight_BNL = _by_sequence((sink_N.to(lse.dtype).unsqueeze(-1) - lse).exp(), len(out_BNLD))
+    along_BNL = (dy_BNLD.to(lse.dtype) * out_BNLD).sum(-1)
+    return -(weight_BNL * along_BNL).sum((0, 2)).to(sink_N.dtype)
+
+
+def _by_sequence(x: Tensor, num_sequences: int) -> Tensor:
+    """Return [B, N, L] from itself or from [N, B * L]."""
+    return x if x.dim() == 3 else x.unflatten(1, (num_sequences, -1)).transpose(0, 1)
+
+
+class Grads(NamedTuple):
+    """Gradients of a pair's queries [B, N, L, D], keys and values [B, G, T, D]."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+class PairKernel(Protocol):
+    """Attention of one pair, and its gradients."""
+
+    def forward(
+        self, q_BNLD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, is_causal: bool, mask_LT: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the output [B, N, L, D] and the log-sum-exp [B, N, L], -inf in rows that see nothing.
+
+        `mask_LT` is True where a query sees a key; None: everywhere, or up to the query where `is_causal`.
+        """
+        ...
+
+    def backward(
+        self,
+        dy_BNLD: Tensor,
+        q_BNLD: Tensor,
+        k_BGTD: Tensor,
+        v_BGTD: Tensor,
+        merged: tuple[Tensor, Tensor],
+        is_causal: bool,
+        mask_LT: Tensor | None,
+    ) -> Grads:
+        """Return the gradients, given the output and log-sum-exp over all pairs of these queries."""
+        ...
+
+
+KernelOf = Callable[[Pair], PairKernel]
+
+
+class PlainKernel:
+    """Plain matmuls: for any device and dtype, with the scores of one pair, capped at `softcap`, in memory."""
+
+    def __init__(self, softcap: float | None = None) -> None:
+        self._softcap = softcap
+
+    def forward(
+        self, q_BNLD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, is_causal: bool, mask_LT: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        scores = _scores(q_BNLD, k_BGTD, is_causal, mask_LT, self._softcap)
+        lse = scores.logsumexp(-1)
+        weights = (scores - lse.unsqueeze(-1)).exp().nan_to_num_(0.0).to(q_BNLD.dtype)
+        return (self.dropped(weights) @ v_BGTD.unsqueeze(2)).flatten(1, 2), lse.flatten(1, 2)
+
+    def dropped(self, weights: Tensor) -> Tensor:
+        """Return weights or their gradients after dropout, of which there is none here."""
+        return weights
+
+    def backward(
+        self,
+        dy_BNLD: Tensor,
+        q_BNLD: Tensor,
+        k_BGTD: Tensor,
+        v_BGTD: Tensor,
+        merged: tuple[Tensor, Tensor],
+        is_causal: bool,
+        mask_LT: Tensor | None,
+    ) -> Grads:
+        out, lse = merged
+        groups = (k_BGTD.shape[1], -1)
+        scores = _scores(q_BNLD, k_BGTD, is_causal, mask_LT, self._softcap, is_again=True)
+        weights = (scores - lse.unflatten(1, groups).unsqueeze(-1)).exp()
+        delta = (dy_BNLD.to(weights.dtype) * out).sum(-1, keepdim=True).unflatten(1, groups)
+        q, dy = (t.unflatten(1, groups) for t in (q_BNLD, dy_BNLD))
+        dweights = self.dropped(dy @ v_BGTD.unsqueeze(2).mT)
+        dscores = weights * (dweights - delta)
+        if self._softcap is not None:
+            dscores *= cap_slope(scores, self._softcap)
+        dscores = dscores.to(q.dtype) * q.shape[-1] ** -0.5
+        dv = (self.dropped(weights).to(dy.dtype).mT @ dy).sum(2)
+        return Grads((dscores @ k_BGTD.unsqueeze(2)).flatten(1, 2), (dscores.mT @ q).sum(2), dv)
+
+
+def _scores(
+    q_BNLD: Tensor,
+    k_BGTD: Tensor,
+    is_causal: bool,
+    mask_LT: Tensor | None,
+    softcap: float | None,
+    is_again: bool = False,
+) -> Tensor:
+    """Return scores [B, G, N / G, L, T] in fp32 or wider, -inf where a query does not see a key."""
+    q, keys = q_BNLD.unflatten(1, (k_BGTD.shape[1], -1)), k_BGTD.unsqueeze(2).mT
+    product = _computed_again(q, keys) if is_again else q @ keys
+    scores: Tensor = product.to(torch.promote_types(q.dtype, torch.float32)) * q.shape[-1] ** -0.5
+    scores = capped(scores, softcap)
+    if is_causal:
+        mask_LT = q.new_ones(scores.shape[-2:], dtype=torch.bool).tril()
+    return scores if mask_LT is None else scores.masked_fill(~mask_LT, -math.inf)
+
+
+def _computed_again(q: Tensor, k: Tensor) -> Tensor:
+    """Return q @ k by the operation whose FLOPs `FlopMemoryMeter` does not count, as those of fused kernels."""
+    k = k.expand(*q.shape[:3], *k.shape[3:]).flatten(0, 2)
+    product_LT: Tensor = torch.baddbmm(q.new_zeros((1, 1, 1)), q.flatten(0, 2), k, beta=0).unflatten(0, q.shape[:3])
+    return product_LT
+
+
+class CpuKernel:
+    """torch's fused attention on CPUs."""
+
+    def forward(
+        self, q_BNLD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, is_causal: bool, mask_LT: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        mask = None if mask_LT is None else _additive(mask_LT, q_BNLD.dtype)
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q_BNLD, k_BGTD, v_BGTD, 0.0, is_causal, attn_mask=mask
+        )
+        # The kernel says 0 of rows that see nothing.
+        return out, lse if mask_LT is None else lse.masked_fill(~mask_LT.any(-1), -math.inf)
+
+    def backward(
+        self,
+        dy_BNLD: Tensor,
+        q_BNLD: Tensor,
+        k_BGTD: Tensor,
+        v_BGTD: Tensor,
+        merged: tuple[Tensor, Tensor],
+        is_causal: bool,
+        mask_LT: Tensor | None,
+    ) -> Grads:
+        mask = None if mask_LT is None else _additive(mask_LT, q_BNLD.dtype)
+        return Grads(
+            *torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                dy_BNLD, q_BNLD, k_BGTD, v_BGTD, merged[0], merged[1], 0.0, is_causal, attn_mask=mask
+            )
+        )
+
+
+def _additive(mask_LT: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros_like(mask_LT, dtype=dtype).masked_fill_(~mask_LT, -math.inf)
+
+
+class FlashKernel:
+    """Flash attention on GPUs, for pairs without a mask in bf16 and fp16."""
+
+    def forward(
+        self, q_BNLD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, is_causal: bool, mask_LT: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        assert mask_LT is None, "flash attention takes no mask"
+        k, v = _for_each_query_head(q_BNLD, k_BGTD, v_BGTD)
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q_BNLD, k, v, 0.0, is_causal)
+        return out, lse
+
+    def backward(
+        self,
+        dy_BNLD: Tensor,
+        q_BNLD: Tensor,
+        k_BGTD: Tensor,
+        v_BGTD: Tensor,
+        merged: tuple[Tensor, Tensor],
+        is_causal: bool,
+        mask_LT: Tensor | None,
+    ) -> Grads:
+        k, v = _for_each_query_head(q_BNLD, k_BGTD, v_BGTD)
+        out, lse = merged[0], merged[1].contiguous()  # the kernel reads rows of the log-sum-exp without strides
+        unused = torch.empty(2, dtype=torch.uint64, device=k.device)  # the random state of dropout, which is 0
+        lengths = (q_BNLD.shape[2], k.shape[2])
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            dy_BNLD, q_BNLD, k, v, out, lse, None, None, *lengths, 0.0, is_causal, unused, unused[0]
+        )
+        groups = (k_BGTD.shape[1], -1)
+        return Grads(dq, dk.unflatten(1, groups).sum(2), dv.unflatten(1, groups).sum(2))
+
+
+def _for_each_query_head(q: Tensor, *keys: Tensor) -> tuple[Tensor, ...]:
+    return tuple(t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) if t.shape[1] != q.shape[1] else t for t in keys)
+
+
+CPU, PLAIN, FLASH = CpuKernel(), PlainKernel(), FlashKernel()
+
+
+def kernel_for(q: Tensor, kind: Kind) -> PairKernel:
+    """Return the kernel of a pair on this device, for this dtype and size of heads."""
+    if q.device.type == "cpu":
+        return CPU
+    fits = q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    return FLASH if fits and kind is not Kind.MASKED else PLAIN
+
+
+def window_mask(pair: Pair, window: int, device: torch.device) -> Tensor:
+    """Return a mask [L, T], True where a query sees a key: not after it, and fewer than `window` positions before."""
+    queries = torch.arange(pair.queries[1] - pair.queries[0], device=device) + pair.distance
+    distance_LT = queries.unsqueeze(1) - torch.arange(pair.keys[1] - pair.keys[0], device=device)
+    return (distance_LT >= 0) & (distance_LT < window)
+
+
+def _mask(pair: Pair, window: int | None, device: torch.device) -> Tensor | None:
+    return window_mask(pair, window or sys.maxsize, device) if pair.kind is Kind.MASKED else None
+
+
+def rows(x: Tensor, span: tuple[int, int], pair: Pair) -> Tensor:
+    """Return rows `span` of dim 2 of a pair's sequences, a view of `x` [B, heads, rows, ...]."""
+    x = x if pair.sequences is None else x[slice(*pair.sequences)]
+    return x if span == (0, x.shape[2]) else x[:, :, slice(*span)]
+
+
+class Merged:
+    """Output [B, N, L, D], in fp32 or wider, and log-sum-exp [B, N, L] of the pairs added so far.
+
+    Args:
+        kernel: kernel of all pairs; None: the one of each kind on this device.
+    """
+
+    def __init__(self, q_BNLD: Tensor, window: int | None, kernel: PairKernel | None = None) -> None:
+        self._q, self._window, self._kernel = q_BNLD, window, kernel
+        self._wide = torch.promote_types(q_BNLD.dtype, torch.float32)
+        self._merged: tuple[Tensor, Tensor] | None = None
+
+    def add(self, kv: Tensor, pairs: tuple[Pair, ...], of_pair: KernelOf | None = None) -> None:
+        """Add pairs with keys and values `kv` [2, B, G, T, D], in order."""
+        for pair in pairs:
+            q, (k, v) = rows(self._q, pair.queries, pair), (rows(t, pair.keys, pair) for t in kv)
+            kernel = of_pair(pair) if of_pair else self._kernel or kernel_for(q, pair.kind)
+            out, lse = kernel.forward(q, k, v, pair.kind is Kind.CAUSAL, _mask(pair, self._window, q.device))
+            if self._merged is None and q is self._q:
+                by_position = out.to(self._wide).transpose(1, 2).contiguous()  # as the output projection reads it
+                self._merged = by_position.transpose(1, 2), lse
+                continue
+            merged, merged_lse = (rows(t, pair.queries, pair) for t in self.result())
+            merge(merged, merged_lse, out, lse)
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """Return output and log-sum-exp, zeros and -inf where no pair was added."""
+        if self._merged is None:
+            like = self._q.transpose(1, 2)  # memory as the output projection reads it
+            out = torch.zeros_like(like, dtype=self._wide, memory_format=torch.contiguous_format).transpose(1, 2)
+            self._merged = out, out.new_full(out.shape[:-1], -math.inf)
+        return self._merged
+
+
+def merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
+    """Merge the output and log-sum-exp of other keys into `out` and `lse`, in place."""
+    weight = torch.sigmoid(new_lse - lse).nan_to_num_(0.0)  # not a number where neither sees a key
+    out.lerp_(new_out.to(out.dtype), weight.unsqueeze(-1))
+    lse.copy_(torch.logaddexp(lse, new_lse))
+
+
+class MergedGrads:
+    """Gradients of queries [B, N, L, D], in fp32 or wider, with the pairs added so far.
+
+    Args:
+        merged: final output and log-sum-exp of the queries.
+        kernel: kernel of all pairs; None: the one of each kind on this device.
+    """
+
+    def __init__(
+        self,
+        dy: Tensor,
+        q_BNLD: Tensor,
+        merged: tuple[Tensor, Tensor],
+        window: int | None,
+        kernel: PairKernel | None = None,
+    ) -> None:
+        self._dy, self._q, self._merged, self._window, self._kernel = dy, q_BNLD, merged, window, kernel
+        wide = torch.promote_types(q_BNLD.dtype, torch.float32)
+        self.dq = torch.zeros_like(q_BNLD, dtype=wide, memory_format=torch.contiguous_format)
+
+    def add(self, kv: Tensor, dkv: Tensor, pairs: tuple[Pair, ...], of_pair: KernelOf | None = None) -> None:
+        """Add the gradients of pairs with `kv` [2, B, G, T, D] to those of the queries and to `dkv`, those of `kv`."""
+        for pair in pairs:
+            dy, q, out, lse = (rows(t, pair.queries, pair) for t in (self._dy, self._q, *self._merged))
+            k, v = (rows(t, pair.keys, pair) for t in kv)
+            kernel = of_pair(pair) if of_pair else self._kernel or kernel_for(q, pair.kind)
+            seen = pair.kind is Kind.CAUSAL, _mask(pair, self._window, q.device)
+            grads = kernel.backward(dy, q, k, v, (out, lse), *seen)
+            rows(self.dq, pair.queries, pair).add_(grads.dq)
+            rows(dkv[0], pair.keys, pair).add_(grads.dk)
+            rows(dkv[1], pair.keys, pair).add_(grads.dv)
+            del grads  # before those of the next pair
+
+
+Rows = tuple[slice, slice, slice]
+
+
+def capped_kernel(softcap: float | None) -> PairKernel | None:
+    """Return the kernel of pairs with capped scores on any device; None without a cap: any kernel will do."""
+    return None if softcap is None else InPieces(PlainKernel(softcap))
+
+
+class InPieces:
+    """Another kernel for at most `longest` queries of a pair after another, so that few scores are in memory."""
+
+    def __init__(self, kernel: PairKernel, longest: int = LONGEST) -> None:
+        self._kernel, self._longest = kernel, longest
+
+    def forward(
+        self, q_BNLD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, is_causal: bool, mask_LT: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        if q_BNLD.shape[2] <= self._longest:
+            return self._kernel.forward(q_BNLD, k_BGTD, v_BGTD, is_causal, mask_LT)
+        found = [
+            self._kernel.forward(q_BNLD[queries], k_BGTD[keys], v_BGTD[keys], False, mask)
+            for queries, keys, mask in self._pieces(q_BNLD, k_BGTD, is_causal, mask_LT)
+        ]
+        return torch.cat([out for out, _ in found], dim=2), torch.cat([lse for _, lse in found], dim=2)
+
+    def backward(
+        self,
+        dy_BNLD: Tensor,
+        q_BNLD: Tensor,
+        k_BGTD: Tensor,
+        v_BGTD: Tensor,
+        merged: tuple[Tensor, Tensor],
+        is_causal: bool,
+        mask_LT: Tensor | None,
+    ) -> Grads:
+        if q_BNLD.shape[2] <= self._longest:
+            return self._kernel.backward(dy_BNLD, q_BNLD, k_BGTD, v_BGTD, merged, is_causal, mask_LT)
+        wide = torch.promote_types(k_BGTD.dtype, torch.float32)
+        dk, dv = torch.zeros_like(k_BGTD, dtype=wide), torch.zeros_like(v_BGTD, dtype=wide)
+        dq = []
+        for queries, keys, mask in self._pieces(q_BNLD, k_BGTD, is_causal, mask_LT):
+            final = merged[0][queries], merged[1][queries]
+            grads = self._kernel.backward(
+                dy_BNLD[queries], q_BNLD[queries], k_BGTD[keys], v_BGTD[keys], final, False, mask
+            )
+            dq.append(grads.dq)
+            dk[keys] += grads.dk
+            dv[keys] += grads.dv
+        return Grads(torch.cat(dq, dim=2), dk, dv)
+
+    def _pieces(
+        self, q_BNLD: Tensor, k_BGTD: Tensor, is_causal: bool, mask_LT: Tensor | None
+    ) -> Iterator[tuple[Rows, Rows, Tensor | None]]:
+        """Yield queries, the keys that they may see, and which they see."""
+        every, length = slice(None), q_BNLD.shape[2]
+        for low in range(0, length, self._longest):
+            high = min(low + self._longest, length)
+            mask, last = None if mask_LT is None else mask_LT[..., low:high, :], k_BGTD.shape[2]
+            if is_causal:
+                mask, last = q_BNLD.new_ones((high - low, high), dtype=torch.bool).tril(low), high
+            yield (every, every, slice(low, high)), (every, every, slice(0, last)), mask
+
+
+# Dropout of attention weights: rate, key, and index of the first sequence in the global batch.
+Drop = tuple[float, int, int]
+
+
+class DroppedKernel(PlainKernel):
+    """Plain matmuls with dropout of the weights by `keep_BNLT`."""
+
+    def __init__(self, softcap: float | None, keep_BNLT: Callable[[torch.device], Tensor], rate: float) -> None:
+        super().__init__(softcap)
+        self._keep, self._rate = keep_BNLT, rate
+
+    def dropped(self, weights: Tensor) -> Tensor:
+        keep = self._keep(weights.device).unflatten(1, weights.shape[1:3])
+        return dropout(weights, keep, self._rate)
+
+
+@dataclass(frozen=True)
+class DroppedPairs:
+    """Kernels of the pairs of one rank of a ring.
+
+    Attributes:
+        num_heads: query heads of the whole model.
+        first_head: the first query head of this rank.
+        num_sequences: sequences of this rank.
+        chunks: positions of each rank of the ring, of each sequence, or once for all.
+        place: this rank's place in the ring.
+    """
+
+    drop: Drop
+    softcap: float | None
+    num_heads: int
+    first_head: int
+    num_sequences: int
+    seq_length: int
+    chunks: tuple[Chunks, ...]
+    place: int
+
+    def of(self, heads: Span, behind: int) -> Callable[[Pair], PairKernel]:
+        """Return the kernel of each pair of these heads of this rank with the keys of the rank `behind` places back."""
+        first, last = (self.first_head + head for head in heads)
+
+        def kernel(pair: Pair) -> PairKernel:
+            return DroppedKernel(self.softcap, lambda device: self._keep(pair, (first, last), behind, device), rate)
+
+        rate = self.drop[0]
+        return kernel
+
+    def _keep(self, pair: Pair, heads: Span, behind: int, device: torch.device) -> Tensor:
+        """Return bool [B, N, L, T], as `WeightDropout.keep` makes it for whole sequences."""
+        rate, key, first_sequence = self.drop
+        low, high = pair.sequences or (0, self.num_sequences)
+        sequence = torch.arange(first_sequence + low, first_sequence + high, device=device).unsqueeze(1)
+        held = self.chunks[low % len(self.chunks)]
+        queries = _positions(held[self.place], pair.queries, device)
+        keys = _positions(held[self.place - behind], pair.keys, device)
+        by_head = (sequence * self.num_heads + torch.arange(*heads, device=device)).unsqueeze(-1)
+        keep_MT = keep_mask(key, (by_head * self.seq_length + queries).flatten(), keys, rate)
+        keep_BNLT: Tensor = keep_MT.unflatten(0, (high - low, heads[1] - heads[0], len(queries)))
+        return keep_BNLT
+
+
+def _positions(chunks: Sequence[Span], rows: Span, device: torch.device) -> Tensor:
+    """Return the positions of rows of a rank."""
+    every = torch.cat([torch.arange(*chunk, device=device) for chunk in chunks])
+    return every[slice(*rows)]

@@ -1,0 +1,274 @@
+"""Pairs of query and key rows of whole sequences on one rank: each query row is in one pair, so nothing is merged.
+
+    document                one causal pair
+    short documents         one masked pair for several neighbours, since a kernel for a few rows is mostly overhead
+    document, window w      a masked pair for each piece of its queries: the piece, and the w - 1 keys before it
+
+A window of w is Hugging Face's `sliding_window`: a query sees itself and the w - 1 positions before it.  Only integers
+on the host decide; memory for masks is bounded by the longest piece times (piece + window).
+
+Pairs of query and key rows that attention multiplies: whole, causal, or masked; empty pairs are left out.
+
+A rank holds chunks of the positions of a sequence, one after the other.  Cut where documents begin, they are segments
+of one document each, and a query segment sees of a key segment all, the keys up to itself, none, or, at the edge of a
+sliding window, a band:
+
+    query >= key, same document         whole where all keys come before all queries, causal where both are one segment
+    query - key < window                masked where only some of the pairs are near enough
+
+Only integers on the host decide this, so that no rank waits for its device.  Neighbouring pairs are joined: without
+documents and windows, zigzag chunks (arXiv:2311.09431) make one pair for each context rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from enum import Enum
+from functools import lru_cache
+from itertools import groupby, pairwise
+from typing import NamedTuple
+
+Span = tuple[int, int]
+
+# Shortest and longest segment where there is a window: longer ones make larger masks, shorter ones more kernels.
+SHORTEST, LONGEST = 256, 1024
+
+
+class Kind(Enum):
+    """What the queries of a pair see of its keys."""
+
+    WHOLE = "whole"
+    CAUSAL = "causal"
+    MASKED = "masked"
+
+
+class Segment(NamedTuple):
+    """Consecutive positions of one document: their rows on the rank that holds them, and the first position."""
+
+    rows: Span
+    first: int
+    document: int
+
+    @property
+    def length(self) -> int:
+        """Number of positions."""
+        return self.rows[1] - self.rows[0]
+
+
+class Pair(NamedTuple):
+    """Rows of queries and of keys, half-open, and what the queries see.
+
+    Attributes:
+        distance: of the first query from the first key, in positions; a masked pair needs it.
+        sequences: sequences of the batch that have this pair; None: all.
+    """
+
+    queries: Span
+    keys: Span
+    kind: Kind
+    distance: int = 0
+    sequences: Span | None = None
+
+
+def segments(chunks: Iterable[Span], starts: Sequence[int] = (), window: int | None = None) -> tuple[Segment, ...]:
+    """Return the segments of a rank's chunks of positions, in the order of its rows.
+
+    Args:
+        chunks: half-open ranges of positions, ascending.
+        starts: first positions of the documents after the first one, ascending.
+        window: number of keys that a query sees, itself included.
+    """
+    longest = None if window is None else min(max(window, SHORTEST), LONGEST)
+    found, row, document = [], 0, 0
+    for low, high in chunks:
+        while document < len(starts) and starts[document] <= low:
+            document += 1
+        cuts = [low, *(start for start in starts[document:] if start < high), high]
+        for begin, end in pairwise(cuts):
+            number = document + cuts.index(begin)
+            for first in range(begin, end, longest or end - begin):
+                last = min(first + (longest or end - begin), end)
+                found.append(Segment((row, row + last - first), first, number))
+                row += last - first
+    return tuple(found)
+
+
+def classify(query: Segment, key: Segment, window: int | None) -> Kind | None:
+    """Return what a query segment sees of a key segment that is the same one or disjoint; None: nothing."""
+    distance = query.first - key.first
+    if query.document != key.document or distance < 0:
+        return None
+    if window is None or distance + query.length <= window:
+        return Kind.WHOLE if distance else Kind.CAUSAL
+    return Kind.MASKED if distance - key.length + 1 < window else None
+
+
+def pairs(queries: Sequence[Segment], keys: Sequence[Segment], window: int | None = None) -> tuple[Pair, ...]:
+    """Return the pairs of two ranks' segments in which queries see keys.
+
+    Pairs of a segment with itself come last, so that a list of a rank's own pairs can be divided.
+    """
+    of_document: dict[int, list[Segment]] = {}
+    for key in keys:
+        of_document.setdefault(key.document, []).append(key)
+    found = [
+        Pair(query.rows, key.rows, kind, query.first - key.first)
+        for query in queries
+        for key in of_document.get(query.document, ())
+        if (kind := classify(query, key, window))
+    ]
+    whole = [pair for pair in found if pair.kind is Kind.WHOLE]
+    others = [pair for pair in found if pair.kind is not Kind.WHOLE]
+    return (*_joined(whole), *sorted(others, key=lambda pair: pair.distance == 0))
+
+
+def own_pairs(rows: Sequence[Segment], window: int | None = None) -> tuple[Pair, ...]:
+    """Return the pairs of a rank's segments with themselves, one causal pair for each document without a window.
+
+    Rows ascend in position, so that within a document each row sees all rows up to itself.
+    """
+    if window is not None:
+        return pairs(rows, rows, window)
+    spans: list[list[int]] = []
+    for before, segment in pairwise((None, *rows)):
+        assert segment is not None, "only the first has nothing before it"
+        if before is None or before.document != segment.document:
+            spans.append(list(segment.rows))
+        spans[-1][1] = segment.rows[1]
+    return tuple(Pair((low, high), (low, high), Kind.CAUSAL) for low, high in spans)
+
+
+def num_pair_scores(found: Iterable[Pair], longest: int | None = None) -> int:
+    """Return the scores that kernels compute of pairs; those of causal and of masked pairs count all, as in MFU.
+
+    Pairs of some sequences of a batch count once for each of them.
+
+    Args:
+        longest: most queries that a kernel takes at once; causal pairs of more are computed in pieces.
+    """
+    return sum(
+        _num_scores(pair, longest) * (pair.sequences[1] - pair.sequences[0] if pair.sequences else 1) for pair in found
+    )
+
+
+def _num_scores(pair: Pair, longest: int | None) -> int:
+    rows, keys = pair.queries[1] - pair.queries[0], pair.keys[1] - pair.keys[0]
+    if longest is None or pair.kind is not Kind.CAUSAL:
+        return rows * keys
+    return sum(min(longest, rows - low) * min(low + longest, rows) for low in range(0, rows, longest))
+
+
+def pieces(pair: Pair, longest: int) -> Iterator[Pair]:
+    """Yield a pair in pieces of at most `longest` queries; those of a causal pair are masked."""
+    low, high = pair.queries
+    kind = Kind.MASKED if pair.kind is Kind.CAUSAL and high - low > longest else pair.kind
+    for first in range(low, high, longest):
+        last = min(first + longest, high)
+        keys = (pair.keys[0], pair.keys[0] + last - low) if pair.kind is Kind.CAUSAL else pair.keys
+        yield pair._replace(queries=(first, last), keys=keys, kind=kind, distance=pair.distance + first - low)
+
+
+def _joined(whole: Iterable[Pair]) -> Iterator[Pair]:
+    """Yield whole pairs, joined where keys, and then where queries follow one another."""
+    by_keys: list[Pair] = []
+    for pair in sorted(whole):
+        last = by_keys[-1] if by_keys else None
+        if last and last.queries == pair.queries and last.keys[1] == pair.keys[0]:
+            by_keys[-1] = last._replace(keys=(last.keys[0], pair.keys[1]))
+        else:
+            by_keys.append(pair)
+    joined: dict[Span, Pair] = {}
+    for pair in by_keys:
+        last = joined.get(pair.keys)
+        if last and last.queries[1] == pair.queries[0]:
+            joined[pair.keys] = last._replace(queries=(last.queries[0], pair.queries[1]))
+            continue
+        if last:
+            yield last
+        joined[pair.keys] = pair
+    yield from joined.values()
+
+
+# Where attention weights have dropout: the longest sequence whose scores are kept for backward, and the queries of a
+# piece of longer ones, whose scores are recomputed.
+DROPOUT_ROWS, DROPOUT_PIECE = 1024, 256
+Starts = tuple[int, ...]
+"""First positions of the documents of a sequence after its first document, ascending."""
+
+
+class SequencePairs(NamedTuple):
+    """Pairs of the consecutive sequences `rows`, all of which have the same documents."""
+
+    rows: Span
+    starts: Starts
+    pairs: tuple[Pair, ...]
+
+
+@lru_cache(maxsize=256)
+def pairs_of_sequence(
+    seq_length: int, starts: Starts = (), window: int | None = None, longest: int | None = None
+) -> tuple[Pair, ...]:
+    """Return the pairs of a sequence in the order of its positions; without documents and window, one causal pair.
+
+    Args:
+        window: number of keys that a query sees, itself included.
+        longest: most queries of a pair, for kernels that keep its scores.
+    """
+    spans = list(pairwise((0, *starts, seq_length)))
+    found: list[Pair] = []
+    for group in _neighbours(spans):
+        low, high = group[0][0], group[-1][1]
+        fits = window is None or high - low <= window
+        if len(group) > 1:
+            found.append(Pair((low, high), (low, high), Kind.MASKED))
+        elif fits and (longest is None or high - low <= longest):
+            found.append(Pair((low, high), (low, high), Kind.CAUSAL))
+        else:
+            found += _pieces(low, high, window, longest)
+    return tuple(found)
+
+
+def sequence_pairs(
+    num_sequences: int,
+    seq_length: int,
+    starts: Sequence[Starts] | None = None,
+    window: int | None = None,
+    longest: int | None = None,
+) -> tuple[SequencePairs, ...]:
+    """Return the pairs of a rank's sequences; neighbours with the same documents are computed together."""
+    if starts is None:
+        return (SequencePairs((0, num_sequences), (), pairs_of_sequence(seq_length, (), window, longest)),)
+    assert len(starts) == num_sequences, f"documents of {len(starts)} sequences, not of {num_sequences}"
+    found, row = [], 0
+    for same, rows in groupby(starts):
+        last = row + len(list(rows))
+        found.append(SequencePairs((row, last), same, pairs_of_sequence(seq_length, same, window, longest)))
+        row = last
+    return tuple(found)
+
+
+def num_scores(seq_length: int, window: int | None, longest: int | None = None, starts: Starts = ()) -> int:
+    """Return the scores that the pairs of a sequence compute; those of a causal pair count all, as in MFU."""
+    return num_pair_scores(pairs_of_sequence(seq_length, starts, window, longest))
+
+
+def _neighbours(spans: Sequence[Span]) -> Iterator[list[Span]]:
+    """Yield documents in order, several at once as long as they have at most `SHORTEST` positions together."""
+    group: list[Span] = []
+    for low, high in spans:
+        if group and high - group[0][0] > SHORTEST:
+            yield group
+            group = []
+        group.append((low, high))
+    yield group
+
+
+def _pieces(low: int, high: int, window: int | None, longest: int | None) -> Iterator[Pair]:
+    """Yield the pairs of one document, a piece of its queries in each."""
+    step = min(max(window or LONGEST, SHORTEST), LONGEST, longest or LONGEST)
+    for first in range(low, high, step):
+        last = min(first + step, high)
+        key = low if window is None else max(low, first - window + 1)
+        is_causal = key == first and (window is None or last - first <= window)
+        kind = Kind.CAUSAL if is_causal else Kind.MASKED
+        yield Pair((first, last), (key, last), kind, first - key)

@@ -1,0 +1,439 @@
+"""Model types of Hugging Face whose layers have experts, with ordinary attention; DeepSeek's are in `latent_types`.
+
+Experts in config.json: their number and sizes, the router's choice, and the layers that have them.
+
+num_experts = 128, num_experts_per_tok = 8, norm_topk_prob = true        model.num_moe_experts = 128, ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import JsonValue
+
+from megatron3d.convert.fields import (
+    AllowedValues,
+    DerivedKeys,
+    FieldMapping,
+    HubConfig,
+    ModelType,
+    Windows,
+    shortest_pattern,
+    show,
+)
+from megatron3d.convert.llama_table import (
+    ATTENTION_BIAS,
+    COMMON,
+    GATED,
+    NO_BIAS,
+    NO_WINDOWS,
+    ROPE_NORM,
+    every,
+    rotary_fields,
+    rotary_obstacles,
+)
+from megatron3d.experts.spec import Experts
+from megatron3d.model.spec import Architecture, has_experts
+
+Field = tuple[str, JsonValue]
+SHARED = "shared_expert_intermediate_size"
+_DENSE, _STEP = "mlp_only_layers", "decoder_sparse_step"
+
+
+@dataclass(frozen=True)
+class ExpertFields:
+    """Fields of a model type with experts, each with the value of an absent one.
+
+    Attributes:
+        topk, ffn: experts of a token, and inner features of an expert.
+        score: score function of the router.
+        normalizes: whether the weights of chosen experts are divided by their sum; None: they always are, or never.
+        is_normalized: whether they can be.
+        has_router_bias: whether the router's logits have a bias, a parameter.
+        has_bias: whether experts are chosen by scores and a bias of each.
+        shared: number of shared experts of the size of the others; None: the type has none of these.
+        gated_shared: inner features of the shared experts, whose output has a gate; None: the type has none of these.
+        groups, kept_groups: groups of experts, and how many a token chooses from.
+        scale: factor of the weights.
+        first_dense: number of layers before those with experts.
+        lists_dense: whether `mlp_only_layers` and `decoder_sparse_step` choose the layers.
+    """
+
+    num_experts: Field
+    topk: Field
+    ffn: Field
+    score: str = "softmax"
+    normalizes: Field | None = None
+    shared: Field | None = None
+    gated_shared: Field | None = None
+    groups: Field | None = None
+    kept_groups: Field | None = None
+    scale: Field | None = None
+    first_dense: Field | None = None
+    lists_dense: bool = False
+    is_normalized: bool = True
+    has_bias: bool = False
+    has_router_bias: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the fields."""
+        given = (self.num_experts, self.topk, self.ffn, self.normalizes, self.shared, self.groups, self.kept_groups)
+        listed = (_DENSE, _STEP) if self.lists_dense else ()
+        others = self.gated_shared, self.scale, self.first_dense
+        return (*(field[0] for field in (*given, *others) if field), *listed)
+
+    @property
+    def can_be_raw(self) -> bool:
+        """Whether the weights of chosen experts can be their shares of all scores."""
+        return self.score == "softmax" and (self.normalizes is not None or not self.is_normalized)
+
+    def keys(self) -> DerivedKeys:
+        """Return what converts the fields in both directions."""
+        given = {
+            "num_moe_experts": True,
+            "moe_router_topk": True,
+            "moe_ffn_hidden_size": True,
+            "moe_layer_freq": self.first_dense is not None or self.lists_dense,
+            "moe_router_bias": self.has_router_bias,
+            "moe_router_enable_expert_bias": self.has_bias,
+            "moe_router_pre_softmax": self.score == "softmax" and self.normalizes is not None,
+            "moe_shared_expert_intermediate_size": self.shared is not None or self.gated_shared is not None,
+            "moe_shared_expert_gate": self.gated_shared is not None,
+            "moe_router_num_groups": self.groups is not None,
+            "moe_router_group_topk": self.groups is not None,
+            "moe_router_topk_scaling_factor": self.scale is not None,
+        }
+        shown = tuple(key for key, has in given.items() if has)
+        return DerivedKeys(self.names, ("experts",), self.read, self.write, self.obstacles, shown)
+
+    def read(self, settings: HubConfig) -> tuple[dict[str, JsonValue], list[str]]:
+        """Return our keys, and problems."""
+
+        def value(field: Field | None) -> JsonValue:
+            found = None if field is None else settings.get(*field)
+            return field[1] if field is not None and found is None else found
+
+        layers, problems = self._layers(settings, value(self.first_dense))
+        if problems or not any(layers):
+            return {}, problems
+        ours: dict[str, JsonValue] = {
+            "num_moe_experts": value(self.num_experts),
+            "moe_router_topk": value(self.topk),
+            "moe_ffn_hidden_size": value(self.ffn),
+            "moe_layer_freq": None if all(layers) else shortest_pattern(layers),
+            "moe_router_score_function": self.score,
+            "moe_router_pre_softmax": False,
+            "moe_router_bias": self.has_router_bias,
+            "moe_router_enable_expert_bias": self.has_bias,
+            "moe_router_topk_scaling_factor": value(self.scale),
+        }
+        is_normalized = self.is_normalized and (self.normalizes is None or bool(value(self.normalizes)))
+        if self.score == "softmax":
+            ours["moe_router_pre_softmax"] = not is_normalized
+        elif self.normalizes is not None and not is_normalized:
+            problems.append(f"{self.normalizes[0]}=false: weights of chosen experts are divided by their sum; use true")
+        ours |= self._shared(value(self.shared), value(self.ffn))
+        if self.gated_shared is not None:
+            ours |= {"moe_shared_expert_intermediate_size": value(self.gated_shared), "moe_shared_expert_gate": True}
+        ours |= self._groups(value(self.groups), value(self.kept_groups))
+        kept, topk = ours.get("moe_router_group_topk"), ours["moe_router_topk"]
+        if isinstance(kept, int) and isinstance(topk, int) and topk // max(kept, 1) != 2 and self.kept_groups:
+            problems.append(
+                f"{self.kept_groups[0]}={kept}: a group's score is the sum of its two best there, of as many as "
+                f"are chosen in it here; use half of {self.topk[0]}={topk}"
+            )
+        if topk is None:
+            problems.append(f"{self.topk[0]}=null: experts of a token; a number works")
+        if self.score == "sigmoid" and topk == 1:
+            problems.append(f"{self.topk[0]}=1: the weight of a single expert is its score here, and 1 there; use 2")
+        return ours, problems
+
+    def _layers(self, settings: HubConfig, first_dense: JsonValue) -> tuple[list[int], list[str]]:
+        """Return 1 for each layer with experts and 0 for the others, and problems."""
+        num_layers = settings["num_hidden_layers"]
+        if not isinstance(num_layers, int):  # which the schema refuses
+            return [], []
+        has = [int(first_dense is None or n >= int(str(first_dense))) for n in range(num_layers)]
+        if self.lists_dense:
+            dense, step = settings.get(_DENSE) or [], settings.get(_STEP, 1)
+            if not isinstance(dense, list) or not isinstance(step, int) or step < 1:
+                return [], [f"{_DENSE}={show(dense)} and {_STEP}={show(step)}: a list of layers and a number work"]
+            has = [int(n not in dense and (n + 1) % step == 0) for n in range(num_layers)]
+        return has, []
+
+    def _shared(self, number: JsonValue, ffn: JsonValue) -> dict[str, JsonValue]:
+        if not isinstance(number, int) or not isinstance(ffn, int) or not number:
+            return {}
+        return {"moe_shared_expert_intermediate_size": number * ffn}
+
+    def _groups(self, groups: JsonValue, kept: JsonValue) -> dict[str, JsonValue]:
+        if groups in (None, 1):
+            return {}
+        return {"moe_router_num_groups": groups, "moe_router_group_topk": kept}
+
+    def write(self, arch: Architecture) -> dict[str, JsonValue]:
+        """Return the fields of an architecture."""
+        experts = arch.experts
+        has = [int(has_experts(arch, n)) for n in range(arch.num_layers)]
+        found: dict[str, JsonValue] = {}
+        if self.first_dense is not None:
+            found[self.first_dense[0]] = has.index(1) if any(has) else arch.num_layers
+        if self.lists_dense:
+            found |= {_DENSE: [n for n, each in enumerate(has) if not each], _STEP: 1}
+        if experts is None:
+            return found
+        values: dict[Field | None, JsonValue] = {
+            self.num_experts: experts.num_experts,
+            self.topk: experts.topk,
+            self.ffn: experts.ffn_hidden_size,
+            self.normalizes: self.score != "softmax" or not experts.pre_softmax,
+            self.shared: experts.shared_ffn_hidden_size // experts.ffn_hidden_size,
+            self.gated_shared: experts.shared_ffn_hidden_size,
+            self.groups: experts.num_groups or 1,
+            self.kept_groups: experts.group_topk or 1,
+            self.scale: experts.scaling_factor,
+        }
+        return found | {field[0]: value for field, value in values.items() if field is not None}
+
+    def obstacles(self, arch: Architecture) -> Iterator[str]:
+        """Yield values of an architecture that the fields cannot represent."""
+        experts = arch.experts
+        has = [has_experts(arch, n) for n in range(arch.num_layers)]
+        if experts is None:
+            if self.first_dense is None and not self.lists_dense:
+                yield "num_moe_experts=null: every layer of this model type has experts"
+            return
+        if not self.lists_dense and has != sorted(has):
+            yield f"moe_layer_freq={show(experts.layers)}: only the first layers of this model type can have an MLP"
+        if self.first_dense is None and not self.lists_dense and not all(has):
+            yield f"moe_layer_freq={show(experts.layers)}: every layer of this model type has experts"
+        yield from self._router_obstacles(experts)
+
+    def _router_obstacles(self, experts: Experts) -> Iterator[str]:
+        shared, ffn, gated = experts.shared_ffn_hidden_size, experts.ffn_hidden_size, self.gated_shared is not None
+        wrong: Sequence[tuple[bool, str, Any, str]] = (
+            (experts.score_function != self.score, "router_score_function", experts.score_function, self.score),
+            (experts.pre_softmax and not self.can_be_raw, "router_pre_softmax", True, "false"),
+            (not (experts.pre_softmax or self.is_normalized), "router_pre_softmax", False, "true"),
+            (
+                experts.has_router_bias != self.has_router_bias,
+                "router_bias",
+                experts.has_router_bias,
+                show(self.has_router_bias),
+            ),
+            (
+                experts.has_expert_bias != self.has_bias,
+                "router_enable_expert_bias",
+                experts.has_expert_bias,
+                show(self.has_bias),
+            ),
+            (experts.has_shared_gate != gated, "shared_expert_gate", experts.has_shared_gate, show(gated)),
+            (experts.num_groups is not None and self.groups is None, "router_num_groups", experts.num_groups, "none"),
+            (experts.scaling_factor != 1 and not self.scale, "router_topk_scaling_factor", experts.scaling_factor, "1"),
+            (self.shared is None and shared > 0 and not gated, SHARED, shared, "none"),
+            (shared % ffn > 0 and not gated, SHARED, shared, f"multiples of moe_ffn_hidden_size={ffn}"),
+            (shared == 0 and gated, SHARED, shared, "some"),
+            (self.score == "sigmoid" and experts.topk == 1, "router_topk", 1, "at least 2"),
+            (_group_of_two(experts), "router_group_topk", experts.group_topk, "half of moe_router_topk"),
+        )
+        for is_wrong, key, value, theirs in wrong:
+            if is_wrong:
+                yield f"moe_{key}={show(value)}: this model type has {theirs}"
+
+
+def _group_of_two(experts: Experts) -> bool:
+    """Return whether a group's score is the sum of other than its two largest."""
+    groups, kept = experts.num_groups, experts.group_topk
+    return groups is not None and kept is not None and max(experts.topk // kept, 1) != 2
+
+
+_MIXTRAL = ExpertFields(("num_local_experts", 8), ("num_experts_per_tok", 2), ("intermediate_size", 14336))
+_QWEN2 = ExpertFields(
+    ("num_experts", 60),
+    ("num_experts_per_tok", 4),
+    ("moe_intermediate_size", 1408),
+    normalizes=("norm_topk_prob", False),
+    gated_shared=("shared_expert_intermediate_size", 5632),
+    lists_dense=True,
+)
+_QWEN3 = ExpertFields(
+    ("num_experts", 128),
+    ("num_experts_per_tok", 8),
+    ("moe_intermediate_size", 768),
+    normalizes=("norm_topk_prob", False),
+    lists_dense=True,
+)
+_OLMOE = ExpertFields(
+    ("num_experts", 64),
+    ("num_experts_per_tok", 8),
+    ("intermediate_size", 2048),
+    normalizes=("norm_topk_prob", False),
+)
+_GLM = ExpertFields(
+    ("n_routed_experts", 128),
+    ("num_experts_per_tok", 8),
+    ("moe_intermediate_size", 1408),
+    score="sigmoid",
+    has_bias=True,
+    shared=("n_shared_experts", 1),
+    normalizes=("norm_topk_prob", True),
+    groups=("n_group", 1),
+    kept_groups=("topk_group", 1),
+    scale=("routed_scaling_factor", 1.0),
+    first_dense=("first_k_dense_replace", 1),
+)
+_GPT_OSS = ExpertFields(
+    ("num_local_experts", 128), ("num_experts_per_tok", 4), ("intermediate_size", 2880), has_router_bias=True
+)
+
+
+def _described_positions(settings: HubConfig) -> tuple[dict[str, JsonValue], list[str]]:
+    """Return a problem where positions are not described: the default of gpt-oss is a scaling of its own."""
+    if settings.get("rope_parameters") is None and settings.get("rope_scaling") is None:
+        return {}, [
+            "rope_parameters=null: rotary positions of gpt_oss are scaled unless described; add rope_parameters"
+        ]
+    return {}, []
+
+
+EXPERT_TYPES: Mapping[str, ModelType] = {
+    "mixtral": ModelType(
+        class_name="MixtralForCausalLM",
+        family="llama",
+        fields=rotary_fields(
+            14336,
+            131072,
+            num_query_groups=FieldMapping(("num_key_value_heads",), 8),
+            norm_epsilon=FieldMapping(("rms_norm_eps",), 1e-5),
+            rotary_base=FieldMapping(("rope_theta",), 1000000.0),
+        ),
+        activation=GATED,
+        fixed={**ROPE_NORM, **NO_BIAS, "qk_layernorm": False},
+        obstacles=rotary_obstacles,
+        rules={**COMMON, "router_jitter_noise": AllowedValues((0, 0.0, None), "tokens reach the router as they are")},
+        windows=Windows(None),
+        derived=(_MIXTRAL.keys(),),
+    ),
+    "gpt_oss": ModelType(
+        class_name="GptOssForCausalLM",
+        family="llama",
+        fields=rotary_fields(
+            2880,
+            131072,
+            num_layers=FieldMapping(("num_hidden_layers",), 36),
+            hidden_size=FieldMapping(("hidden_size",), 2880),
+            num_attention_heads=FieldMapping(("num_attention_heads",), 64),
+            num_query_groups=FieldMapping(("num_key_value_heads",), 8),
+            kv_channels=FieldMapping(("head_dim",), 64),
+            vocab_size=FieldMapping(("vocab_size",), 201088),
+            norm_epsilon=FieldMapping(("rms_norm_eps",), 1e-5),
+            rotary_base=FieldMapping(("rope_theta",), 150000.0),
+            add_bias_linear=FieldMapping(("attention_bias",), True),
+        ),
+        activation=("hidden_act", "silu", {"silu": "clamped_swiglu"}),
+        fixed={**ROPE_NORM, "add_mlp_bias": True, "qk_layernorm": False, "softmax_type": "learnable"},
+        obstacles=rotary_obstacles,
+        rules={
+            **COMMON,
+            "swiglu_alpha": AllowedValues((1.702, None), "the gain of the gate is 1.702"),
+            "swiglu_limit": AllowedValues((7.0, 7, None), "gate and up projection are clamped at 7"),
+            "experts_per_token": AllowedValues((4, None), "the field that counts is num_experts_per_tok"),
+            "initial_context_length": AllowedValues((4096, None), "rope_parameters describe positions"),
+        },
+        windows=Windows(128, every(2)),
+        derived=(_GPT_OSS.keys(), DerivedKeys((), (), _described_positions, lambda arch: {})),
+    ),
+    "qwen2_moe": ModelType(
+        class_name="Qwen2MoeForCausalLM",
+        family="llama",
+        fields=rotary_fields(
+            5632,
+            32768,
+            num_layers=FieldMapping(("num_hidden_layers",), 24),
+            hidden_size=FieldMapping(("hidden_size",), 2048),
+            num_attention_heads=FieldMapping(("num_attention_heads",), 16),
+            num_query_groups=FieldMapping(("num_key_value_heads",), 16),
+            vocab_size=FieldMapping(("vocab_size",), 151936),
+            add_qkv_bias=FieldMapping(("qkv_bias",), True, write=lambda arch: arch.has_qkv_bias),
+        ),
+        activation=GATED,
+        fixed={**ROPE_NORM, "add_bias_linear": False, "add_mlp_bias": False, "qk_layernorm": False},
+        obstacles=rotary_obstacles,
+        rules={
+            **COMMON,
+            "use_sliding_window": AllowedValues((False, None), "which layers have windows depends on the reader"),
+            "layer_types": AllowedValues(("full_attention", None), "which layers have windows depends on the reader"),
+        },
+        windows=Windows(None, has_switch=True),
+        derived=(_QWEN2.keys(),),
+    ),
+    "qwen3_moe": ModelType(
+        class_name="Qwen3MoeForCausalLM",
+        family="llama",
+        fields=rotary_fields(
+            6144,
+            32768,
+            num_layers=FieldMapping(("num_hidden_layers",), 24),
+            hidden_size=FieldMapping(("hidden_size",), 2048),
+            num_query_groups=FieldMapping(("num_key_value_heads",), 4),
+            vocab_size=FieldMapping(("vocab_size",), 151936),
+            add_bias_linear=ATTENTION_BIAS,
+        ),
+        activation=GATED,
+        fixed={**ROPE_NORM, "add_mlp_bias": False, "qk_layernorm": True},
+        obstacles=rotary_obstacles,
+        rules=COMMON,
+        windows=Windows(4096, has_switch=True),
+        aliases={"num_local_experts": "num_experts"},
+        derived=(_QWEN3.keys(),),
+    ),
+    "glm4_moe": ModelType(
+        class_name="Glm4MoeForCausalLM",
+        family="llama",
+        fields=rotary_fields(
+            10944,
+            131072,
+            num_layers=FieldMapping(("num_hidden_layers",), 46),
+            num_attention_heads=FieldMapping(("num_attention_heads",), 96),
+            num_query_groups=FieldMapping(("num_key_value_heads",), 8),
+            vocab_size=FieldMapping(("vocab_size",), 151552),
+            norm_epsilon=FieldMapping(("rms_norm_eps",), 1e-5),
+            rotary_percent=FieldMapping(("partial_rotary_factor",), 0.5),
+            qk_layernorm=FieldMapping(("use_qk_norm",), False),
+            add_qkv_bias=FieldMapping(("attention_bias",), False, write=lambda arch: arch.has_qkv_bias),
+            mtp_num_layers=FieldMapping(("num_mtp_layers",), 1),
+        ),
+        activation=GATED,
+        fixed={**ROPE_NORM, "add_bias_linear": False, "add_mlp_bias": False},
+        obstacles=rotary_obstacles,
+        rules={**COMMON, **NO_WINDOWS},
+        aliases={"num_nextn_predict_layers": "num_mtp_layers", "num_local_experts": "n_routed_experts"},
+        derived=(_GLM.keys(),),
+    ),
+    "olmoe": ModelType(
+        class_name="OlmoeForCausalLM",
+        family="llama",
+        fields=rotary_fields(
+            2048,
+            4096,
+            num_layers=FieldMapping(("num_hidden_layers",), 16),
+            hidden_size=FieldMapping(("hidden_size",), 2048),
+            num_attention_heads=FieldMapping(("num_attention_heads",), 16),
+            vocab_size=FieldMapping(("vocab_size",), 50304),
+            norm_epsilon=FieldMapping(("rms_norm_eps",), 1e-5),
+            add_bias_linear=ATTENTION_BIAS,
+        ),
+        activation=GATED,
+        fixed={**ROPE_NORM, "add_mlp_bias": False, "qk_layernorm": True, "qk_layernorm_scope": "projection"},
+        obstacles=rotary_obstacles,
+        rules={
+            **COMMON,
+            **NO_WINDOWS,
+            "clip_qkv": AllowedValues((None,), "queries, keys and values are not clipped"),
+        },
+        derived=(_OLMOE.keys(),),
+    ),
+}

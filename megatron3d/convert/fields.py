@@ -1,0 +1,465 @@
+"""The description of rotary positions in config.json: `rope_parameters`, or `rope_theta` and `rope_scaling` before it.
+
+rope_parameters = {"rope_type": "llama3", "factor": 8.0, ...}        model.rotary_scaling = llama3, ...
+
+Layers with a sliding window, and without rotary positions, as config.json lists them.
+
+sliding_window = 4096, layer_types = ["sliding_attention", "full_attention", ...]    model.window_size = [4095, 0], ...
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from pydantic import JsonValue
+
+from megatron3d.attention.rotary_spec import LINEAR, LLAMA3, YARN
+from megatron3d.model.spec import Architecture
+
+HubConfig = Mapping[str, JsonValue]
+
+
+def show(value: object) -> str:
+    """Return a value as JSON."""
+    return json.dumps(value)
+
+
+@dataclass(frozen=True)
+class FieldMapping:
+    """Fields of config.json that must all have the value of one key of ours; `default` is that of an absent field.
+
+    Attributes:
+        read, write: our value of theirs, and the reverse, which sees the whole architecture; None: they are equal.
+    """
+
+    names: tuple[str, ...]
+    default: JsonValue
+    read: Callable[[JsonValue], JsonValue] | None = None
+    write: Callable[[Architecture], JsonValue] | None = None
+
+
+@dataclass(frozen=True)
+class AllowedValues:
+    """Values of a field, or of each entry of a list, that describe our model, and why no other one is possible.
+
+    Attributes:
+        absent: value of an absent field, where that is not an allowed one.
+    """
+
+    allowed: tuple[JsonValue, ...]
+    why: str
+    absent: JsonValue = None
+
+    def allows(self, value: JsonValue) -> bool:
+        """Return whether the value describes our model."""
+        return value in self.allowed or (isinstance(value, list) and all(entry in self.allowed for entry in value))
+
+
+NO_ROPE_NAMES = ("no_rope_layers", "no_rope_layer_interval")
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Sliding windows of a model type.
+
+    Attributes:
+        default: window of a config.json without `sliding_window`.
+        default_full: whether a layer, of a config.json without `layer_types`, sees the whole sequence; None: all
+            layers have the window, and there is no such field.
+        has_switch: whether `use_sliding_window` turns windows on; its default is off.
+        interval_name: field that `default_full` reads; None: it reads none of its own.
+    """
+
+    default: int | None
+    default_full: Callable[[HubConfig, int], bool] | None = None
+    has_switch: bool = False
+    interval_name: str | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the fields that describe windows."""
+        types = ("layer_types",) if self.default_full else ()
+        interval = (self.interval_name,) if self.interval_name else ()
+        return ("sliding_window", *types, *interval, *(("use_sliding_window",) if self.has_switch else ()))
+
+
+@dataclass(frozen=True)
+class DerivedKeys:
+    """Keys of ours that follow from several fields of config.json.
+
+    Attributes:
+        names: the fields.
+        keys: names of the architecture's values that they choose.
+        read: returns our keys, and problems.
+        write: returns the fields of an architecture.
+        obstacles: yields values of an architecture that the fields cannot represent.
+        model_keys: the keys that the documentation names.
+    """
+
+    names: tuple[str, ...]
+    keys: tuple[str, ...]
+    read: Callable[[HubConfig], tuple[dict[str, JsonValue], list[str]]]
+    write: Callable[[Architecture], dict[str, JsonValue]]
+    obstacles: Callable[[Architecture], Iterator[str]] = lambda arch: iter(())
+    model_keys: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ModelType:
+    """A model type of Hugging Face transformers that can be converted.
+
+    Attributes:
+        class_name: entry of `architectures`.
+        family: family of our model.
+        fields: fields of config.json for each key of our model section.
+        activation: the field, its default, and our activation for each of its values.
+        fixed: values that our architecture has in every model of this type.
+        obstacles: yields further properties of an architecture that this type cannot represent.
+        rules: fields for which our model allows only certain values.
+        has_rope: whether config.json describes rotary positions.
+        computed: values of our keys that follow from others, each a function of the value of a key.
+        windows: sliding windows of this type; None: it has none.
+        has_no_rope_layers: whether config.json lists the layers with rotary positions.
+        has_local_rope: whether layers with a window have rotary positions of their own, which are not scaled.
+        local_base: their base in a config.json without `rope_local_base_freq`; None: the base of the other layers, and
+            there is no such field.
+        has_mscale: whether `mscale_all_dim` of scaled rotary positions also chooses the factor of attention's scores.
+        constants: further fields that are written.
+        derived: keys that follow from several fields.
+        as_zeros: values that a model of this type represents exactly with tensors of zeros.
+        aliases: names of fields in older files.
+        body: prefix of tensor names, which files of a model without head omit.
+    """
+
+    class_name: str
+    family: str
+    fields: Mapping[str, FieldMapping]
+    activation: tuple[str, str, Mapping[str, str]]
+    fixed: Mapping[str, object]
+    obstacles: Callable[[Architecture], Iterator[str]]
+    rules: Mapping[str, AllowedValues]
+    has_rope: bool = True
+    body: str = "model."
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    computed: Mapping[str, Callable[[Callable[[str], Any]], object]] = field(default_factory=dict)
+    windows: Windows | None = None
+    has_no_rope_layers: bool = False
+    has_local_rope: bool = False
+    local_base: float | None = None
+    has_mscale: bool = False
+    constants: Mapping[str, JsonValue] = field(default_factory=dict)
+    as_zeros: Mapping[str, object] = field(default_factory=dict)
+    derived: tuple[DerivedKeys, ...] = ()
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether layers can have experts."""
+        return any("experts" in derived.keys for derived in self.derived)
+
+    @property
+    def read_names(self) -> frozenset[str]:
+        """Names of all fields that are read or checked."""
+        names = {name for key in self.fields.values() for name in key.names} | {self.activation[0], *self.rules}
+        names |= {"partial_rotary_factor"} if "rotary_percent" in self.fields else set()
+        names |= set(self.windows.names) if self.windows else set()
+        names |= {"rope_local_base_freq"} if self.local_base else set()
+        names |= set(NO_ROPE_NAMES) if self.has_no_rope_layers else set()
+        names |= {*self.aliases} | {name for each in self.derived for name in each.names}
+        return frozenset(names)
+
+
+def arch_value(arch: Architecture, name: str) -> Any:
+    """Return the value of one of our keys; biases that are left out are those of all linears."""
+    effective = {
+        "add_qkv_bias": arch.has_qkv_bias,
+        "add_mlp_bias": arch.has_mlp_bias,
+        "multi_latent_attention": arch.is_latent,
+    }
+    return effective[name] if name in effective else getattr(arch, name)
+
+
+# Switches that no model type has, and the value of each without effect.
+SWITCHES: Mapping[str, JsonValue] = {
+    "mtp_num_layers": 0,
+    "rope_local_base_freq": None,
+    "rotary_percent": 1.0,
+    "add_qkv_bias": None,
+    "add_mlp_bias": None,
+    "apply_layernorm_1p": False,
+    "norm_placement": "pre",
+    "qk_layernorm_scope": "head",
+    "attention_output_gate": False,
+    "residual_scale": 1.0,
+    "embedding_scale": 1.0,
+    "softmax_scale": None,
+    "logit_scale": 1.0,
+    "logit_softcap": None,
+    "use_parallel_residual": False,
+    "attention_softcap": None,
+    "rotary_interleaved": False,
+    "q_lora_rank": None,
+    "kv_lora_rank": None,
+    **dict.fromkeys(("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"), 0),
+    "softmax_type": "vanilla",
+}
+
+# Fields that do not affect what the network computes.
+_METADATA = """
+_name_or_path _commit_hash _attn_implementation_autoset architectures model_type transformers_version torch_dtype
+dtype use_cache bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id task_specific_params n_ctx
+summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout gradient_checkpointing
+output_past output_attentions output_hidden_states return_dict id2label label2id num_labels problem_type
+finetuning_task chunk_size_feed_forward rope_theta rope_scaling rope_parameters _num_labels is_decoder
+is_llama_config n_special predict_special_tokens max_sequence_length max_window_layers cache_implementation
+_sliding_window_pattern original_max_position_embeddings tokenizer_class prefix torchscript use_bfloat16
+tf_legacy_loss attn_implementation _attn_implementation _flash_attn_2_enabled unsloth_fixed unsloth_version
+transformers.js_config auto_map output_router_logits router_aux_loss_coef aux_loss_alpha seq_aux ep_size
+"""
+# Defaults of text generation, which transformers 4 also stores in config.json.
+_GENERATION = """
+max_length min_length max_new_tokens min_new_tokens do_sample early_stopping num_beams num_beam_groups diversity_penalty
+temperature top_k top_p min_p typical_p epsilon_cutoff eta_cutoff repetition_penalty length_penalty no_repeat_ngram_size
+encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores output_logits return_dict_in_generate
+forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens
+begin_suppress_tokens decoder_start_token_id max_time renormalize_logits
+"""
+METADATA = frozenset((_METADATA + _GENERATION).split())
+
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+def read_layers(
+    settings: HubConfig, hub_type: ModelType, num_layers: JsonValue
+) -> tuple[dict[str, JsonValue], list[str]]:
+    """Return our keys of windows and of layers without rotary positions, and problems."""
+    if not isinstance(num_layers, int):  # which the schema refuses
+        return {}, []
+    values, problems = _windows(settings, hub_type.windows, num_layers) if hub_type.windows else ({}, [])
+    if hub_type.has_no_rope_layers:
+        skipped, wrong = _layers_without_rope(settings, num_layers)
+        return values | skipped, problems + wrong
+    return values, problems
+
+
+def write_layers(arch: Architecture, hub_type: ModelType) -> dict[str, JsonValue]:
+    """Return the fields of an architecture's windows and of its layers without rotary positions."""
+    found: dict[str, JsonValue] = {}
+    windows = hub_type.windows
+    if windows:
+        found["sliding_window"] = arch.window
+        if windows.has_switch:
+            found["use_sliding_window"] = arch.window is not None
+        if windows.default_full:
+            has = (arch.window_pattern or (1,)) if arch.window is not None else (0,)
+            found["layer_types"] = [SLIDING if has[n % len(has)] else FULL for n in range(arch.num_layers)]
+    if hub_type.has_no_rope_layers:
+        skips = arch.no_rope_freq or (0,)
+        found["no_rope_layers"] = [1 - skips[n % len(skips)] for n in range(arch.num_layers)]
+    return found
+
+
+def _windows(settings: HubConfig, windows: Windows, num_layers: int) -> tuple[dict[str, JsonValue], list[str]]:
+    window = settings.get("sliding_window", windows.default)
+    if windows.has_switch and not settings.get("use_sliding_window"):
+        window = None
+    types = settings.get("layer_types")
+    if windows.default_full is None or (window is None and types is None):
+        return _keys(window, ()), []
+    if types is None:
+        return _keys(window, [0 if windows.default_full(settings, n) else 1 for n in range(num_layers)]), []
+    if not isinstance(types, list) or len(types) != num_layers or not all(each in (SLIDING, FULL) for each in types):
+        return {}, [
+            f"layer_types={show(types)}: a list of {num_layers} entries {SLIDING} or {FULL} works; other kinds of "
+            "attention cannot be converted"
+        ]
+    has = [int(each == SLIDING) for each in types]
+    if window is None and any(has):
+        return {}, [f"layer_types={show(types)}: there is no window; sliding_window must be a number"]
+    return _keys(window, has), []
+
+
+def _keys(window: JsonValue, has: Sequence[int]) -> dict[str, JsonValue]:
+    """Return the keys of a window in layers with a 1; of no layers: in all."""
+    if not isinstance(window, int) or (has and not any(has)):
+        return {}
+    size: dict[str, JsonValue] = {"window_size": [window - 1, 0]}
+    return size if all(has) else {**size, "window_attn_skip_freq": shortest_pattern(has)}
+
+
+def _layers_without_rope(settings: HubConfig, num_layers: int) -> tuple[dict[str, JsonValue], list[str]]:
+    listed, interval = settings.get("no_rope_layers"), settings.get("no_rope_layer_interval", 4)
+    if listed is None and isinstance(interval, int) and interval > 0:
+        listed = [int((n + 1) % interval != 0) for n in range(num_layers)]
+    if not isinstance(listed, list) or len(listed) != num_layers or not all(each in (0, 1) for each in listed):
+        return {}, [f"no_rope_layers={show(listed)}: a list of {num_layers} entries works, 0 for no rotary positions"]
+    skipped = [1 - int(bool(each)) for each in listed]
+    return ({"no_rope_freq": shortest_pattern(skipped)} if any(skipped) else {}), []
+
+
+def shortest_pattern(flags: Sequence[int]) -> list[JsonValue]:
+    """Return the shortest list whose repetition begins with these flags."""
+    fits = (
+        length for length in range(1, len(flags) + 1) if all(flags[n] == flags[n % length] for n in range(len(flags)))
+    )
+    return list(flags[: next(fits, 0)])
+
+
+LOCAL_BASE = "rope_local_base_freq"
+_DESCRIPTIONS = ("rope_parameters", "rope_scaling")
+_ANYWHERE = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
+# Our key of each field of a scaling.
+_LENGTH = {"factor": "rotary_scaling_factor", "original_max_position_embeddings": "original_max_position_embeddings"}
+_KEYS: Mapping[str, Mapping[str, str]] = {
+    LINEAR: {"factor": "rotary_scaling_factor"},
+    LLAMA3: {
+        **_LENGTH,
+        "low_freq_factor": "rotary_low_freq_factor",
+        "high_freq_factor": "rotary_high_freq_factor",
+    },
+    YARN: {
+        **_LENGTH,
+        "beta_slow": "rotary_beta_slow",
+        "beta_fast": "rotary_beta_fast",
+        "attention_factor": "rotary_attention_factor",
+        "truncate": "rotary_truncate",
+    },
+}
+# DeepSeek's description of the attention factor.
+_MSCALES = frozenset({"mscale", "mscale_all_dim"})
+
+
+def read_rope(settings: HubConfig, hub_type: ModelType) -> tuple[HubConfig, dict[str, JsonValue], list[str]]:
+    """Return the settings with the rotary base in `rope_theta`, our keys of a scaling, and problems."""
+    if not hub_type.has_rope:
+        found = [name for name in ("rope_theta", *_DESCRIPTIONS) if settings.get(name) is not None]
+        problems = [f"{name}={show(settings[name])}: gpt2 has no rotary positions; remove it" for name in found]
+        return settings, {}, problems
+    values, problems, local = list[dict[str, JsonValue]](), list[str](), None
+    for name in _DESCRIPTIONS:
+        rope = settings.get(name)
+        if hub_type.has_local_rope and isinstance(rope, dict) and (SLIDING in rope or FULL in rope):
+            local, rope = rope.get(SLIDING), rope.get(FULL)
+        if rope is None:
+            continue
+        if problem := _problem(rope):
+            problems.append(f"{name}={show(rope)}: {problem}")
+        elif isinstance(rope, dict):
+            settings = {
+                **settings,
+                **{key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope},
+            }
+            values.append(_scaling(rope, settings.get("max_position_embeddings")))
+    if len(values) == 2 and values[0] != values[1]:
+        both = " and ".join(f"{name}={show(settings[name])}" for name in _DESCRIPTIONS)
+        problems.append(f"{both}: they describe different rotary positions; remove the wrong one")
+    ours = values[0] if values else {}
+    if hub_type.has_mscale and ours.get("rotary_scaling") == YARN and not problems:
+        ours = ours | _score_scale(settings)
+    if hub_type.has_local_rope:
+        base, wrong = _local_base(settings, local, hub_type)
+        ours, problems = ours | base, problems + wrong
+    return settings, ours, problems
+
+
+def _score_scale(settings: HubConfig) -> dict[str, JsonValue]:
+    """Return the factor of attention's scores, which DeepSeek multiplies by the square of a scaling's factor."""
+    ropes = [rope for name in _DESCRIPTIONS if isinstance(rope := settings.get(name), dict)]
+    mscale, factor = ropes[0].get("mscale_all_dim"), ropes[0].get("factor")
+    sizes = settings.get("qk_nope_head_dim", 128), settings.get("qk_rope_head_dim", 64)
+    if not mscale or not all(isinstance(number, int | float) for number in (mscale, factor, *sizes)):
+        return {}
+    return {"softmax_scale": _scaled_scores(float(mscale), float(factor), sum(sizes))}  # type: ignore[arg-type]
+
+
+def _scaled_scores(mscale: float, factor: float, key_size: int) -> float:
+    return float(key_size**-0.5 * (0.1 * mscale * math.log(max(factor, 1.0)) + 1) ** 2)
+
+
+def _mscale_of(arch: Architecture) -> dict[str, JsonValue]:
+    """Return the field whose value gives an architecture's factor of scores, none where that is the default."""
+    if arch.softmax_scale is None or arch.rotary_scaling is None:
+        return {}
+    factor, size = arch.rotary_scaling.factor, arch.key_size
+    exact = (math.sqrt(arch.softmax_scale * size**0.5) - 1) / (0.1 * math.log(factor))
+    short = round(exact, 9)
+    return {"mscale_all_dim": short if _scaled_scores(short, factor, size) == arch.softmax_scale else exact}
+
+
+def _local_base(settings: HubConfig, local: JsonValue, hub_type: ModelType) -> tuple[dict[str, JsonValue], list[str]]:
+    """Return the rotary base of layers with a window, which is not scaled, and problems."""
+    default = hub_type.fields["rotary_base"].default
+    base = settings.get(LOCAL_BASE, hub_type.local_base or settings.get("rope_theta", default))
+    if local is None:
+        return {LOCAL_BASE: base}, []
+    known = {"rope_type", "type", "rope_theta"}
+    if not isinstance(local, dict) or _kind(local) != "default" or not known.issuperset(local):
+        return {}, [f"rope_parameters of {SLIDING}={show(local)}: only rope_type default with a rope_theta works"]
+    return {LOCAL_BASE: local.get("rope_theta", base)}, []
+
+
+def write_rope(arch: Architecture, hub_type: ModelType) -> dict[str, JsonValue]:
+    """Return the fields of an architecture's rotary positions: transformers 5 reads the first, before it the others."""
+    scaling = _write_scaling(arch)
+    if scaling is not None and hub_type.has_mscale:
+        scaling |= _mscale_of(arch)
+    plain: dict[str, JsonValue] = {"rope_type": "default", "rope_theta": arch.rotary_base}
+    if "rotary_percent" in hub_type.fields:
+        plain["partial_rotary_factor"] = arch.rotary_percent
+    described: dict[str, JsonValue] = {**plain, **(scaling or {})}
+    if not hub_type.has_local_rope:
+        return {"rope_parameters": described, "rope_scaling": scaling}
+    local = arch.rotary_base if arch.rope_local_base_freq is None else arch.rope_local_base_freq
+    both: dict[str, JsonValue] = {SLIDING: {"rope_type": "default", "rope_theta": local}, FULL: described}
+    return {"rope_parameters": both, LOCAL_BASE: local} if hub_type.local_base else {"rope_parameters": both}
+
+
+def _write_scaling(arch: Architecture) -> dict[str, JsonValue] | None:
+    """Return the fields of an architecture's scaling; None if it has none."""
+    if arch.rotary_scaling is None:
+        return None
+    known = {name: value for name, value in asdict(arch.rotary_scaling).items() if value is not None}
+    return {"rope_type": known.pop("kind"), **known}
+
+
+def _kind(rope: Mapping[str, JsonValue]) -> JsonValue:
+    return rope.get("rope_type", rope.get("type", "default"))
+
+
+def _problem(rope: JsonValue) -> str | None:
+    """Return why a description of rotary positions cannot be represented, None if it can."""
+    kinds = f"only null or rope_type default, {LINEAR}, {LLAMA3} or {YARN} works"
+    if not isinstance(rope, dict):
+        return f"not a table; {kinds}"
+    kind = _kind(rope)
+    if kind != "default" and kind not in _KEYS:
+        return f"this scaling of rotary positions is unknown here; {kinds}"
+    keys = _KEYS.get(str(kind), {})
+    known = {*_ANYWHERE, *keys} | (_MSCALES if kind == YARN else set())
+    if others := [name for name, value in rope.items() if name not in known and value is not None]:
+        return f"{', '.join(others)} of rope_type {kind} is unknown here; remove it if it has no effect"
+    if "factor" in keys and not isinstance(rope.get("factor"), int | float):
+        return f"rope_type {kind} has a number as factor; add it"
+    return None
+
+
+def _scaling(rope: Mapping[str, JsonValue], positions: JsonValue) -> dict[str, JsonValue]:
+    """Return the keys of a description; a missing original length is, as in transformers, the model's `positions`."""
+    kind = str(_kind(rope))
+    if kind not in _KEYS:
+        return {}
+    keys = _KEYS[kind]
+    values: dict[str, JsonValue] = {"rotary_scaling": kind}
+    values |= {ours: rope[theirs] for theirs, ours in keys.items() if rope.get(theirs) is not None}
+    if "original_max_position_embeddings" in keys:
+        values.setdefault("original_max_position_embeddings", positions)
+    if kind == YARN and rope.get("attention_factor") is None:
+        factor, scales = rope["factor"], [rope.get(name) for name in ("mscale", "mscale_all_dim")]
+        if all(scales) and isinstance(factor, int | float) and factor > 1:
+            above, below = (0.1 * scale * math.log(factor) + 1 for scale in scales if isinstance(scale, int | float))
+            values["rotary_attention_factor"] = above / below
+    return values

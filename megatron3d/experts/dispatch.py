@@ -1,0 +1,229 @@
+"""Exchange of tokens between the ranks that the experts of a layer are distributed over: a table of dispatchers.
+
+    start     sends tokens            | what is computed before `rows`, such as shared experts, overlaps with it
+    rows      rows of this rank's experts, sorted by (expert, token, slot)
+    combine   outputs return, and the slots of each token are added in ascending order of experts
+
+Bytes in closed form and sources: `experts/plan.py`.  Letters: M tokens, H hidden, K experts of a token,
+R rows, E experts.
+
+Rows that move between ranks, and whose gradients move back: collectives of autograd in two halves.
+
+    forward     start | computation next to it | finish
+    backward    finish starts the collective of the gradients | the same computation's backward | start waits for it
+
+Autograd runs the backward of what was computed later first, so that what lies between the halves overlaps with both
+collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron3d.comm.interface import Comm, Counts, Pending
+from megatron3d.experts.plan import balanced, balanced_rows
+from megatron3d.experts.router import Routes
+from megatron3d.experts.rows import RowCounts, RowOrder, add_slots, by_expert, take_tokens
+from megatron3d.parallel.mesh import Axes
+from megatron3d.parallel.modes.mode import ALLGATHER, ALLTOALL
+
+
+class RowMove(NamedTuple):
+    """A collective of rows, and the one of their gradients."""
+
+    there: Callable[[Tensor], Pending]
+    back: Callable[[Tensor], Pending]
+
+    def reversed(self) -> RowMove:
+        """Return the move that undoes this one."""
+        return RowMove(self.back, self.there)
+
+
+def gathering(axes: Axes, comm: Comm) -> RowMove:
+    """Return the move of all ranks' rows to each; gradients are summed over the ranks."""
+
+    def gather(x: Tensor) -> Pending:
+        return comm.all_gather(x, axes, 0)
+
+    def reduce(x: Tensor) -> Pending:
+        return comm.reduce_scatter(x, axes, 0)
+
+    return RowMove(gather, reduce)
+
+
+def exchanging(sent: Counts, received: Counts, axes: Axes, comm: Comm) -> RowMove:
+    """Return the move of the next `sent[i]` rows to the i-th rank, of which `received[i]` come."""
+
+    def exchange(x: Tensor, there: Counts, here: Counts) -> Pending:
+        return comm.all_to_all_rows(x, there, here, axes)
+
+    return RowMove(partial(exchange, there=sent, here=received), partial(exchange, there=received, here=sent))
+
+
+class _Flight:
+    """Collectives in flight: the one of rows in forward, the one of their gradients in backward."""
+
+    def __init__(self, move: RowMove) -> None:
+        self.move = move
+        self._pending: Pending | None = None
+
+    def start(self, pending: Pending) -> None:
+        self._pending = pending
+
+    def land(self) -> Tensor:
+        pending, self._pending = self._pending, None
+        assert pending is not None, "rows are waited for that were not sent"
+        return pending.wait()
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, flight: _Flight) -> Tensor:
+        ctx.flight = flight
+        flight.start(flight.move.there(x.contiguous()))
+        return x.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        return ctx.flight.land(), None
+
+
+class _Finish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, started: Tensor, flight: _Flight) -> Tensor:
+        ctx.flight = flight
+        return flight.land()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        ctx.flight.start(ctx.flight.move.back(dy.contiguous()))
+        return dy.new_empty(0), None
+
+
+def start(x: Tensor, move: RowMove) -> Callable[[], Tensor]:
+    """Start to move rows, and return what waits for them."""
+    flight = _Flight(move)
+    started = _Start.apply(x, flight)
+    return lambda: _Finish.apply(started, flight)
+
+
+def moved(x: Tensor, move: RowMove) -> Tensor:
+    """Return the rows that this rank has after a move."""
+    return start(x, move)()
+
+
+def gather_rows(x: Tensor, axes: Axes, comm: Comm) -> Tensor:
+    """Return the rows of all ranks of `axes`; gradients are summed over them."""
+    return moved(x, gathering(axes, comm)) if axes else x
+
+
+def reduce_rows(x: Tensor, axes: Axes, comm: Comm) -> Tensor:
+    """Return this rank's rows of the sum over `axes`."""
+    return moved(x, gathering(axes, comm).reversed()) if axes else x
+
+
+# Calls what counts rows, or returns what it has returned before, where a layer is recomputed.
+Once = Callable[[Callable[[], RowCounts]], RowCounts]
+
+
+class ExpertRanks:
+    """Ranks of `axes`, in mesh order and of more than one rank, that hold `num_experts` experts, whole ones each."""
+
+    def __init__(self, num_experts: int, axes: Axes, comm: Comm) -> None:
+        self.axes, self.comm = axes, comm
+        self.num_ranks, self.rank = comm.mesh.size(axes), comm.mesh.index(axes)
+        self.num_experts, self.num_local = num_experts, num_experts // self.num_ranks
+
+
+class Dispatched(Protocol):
+    """Tokens on their way to the experts and back."""
+
+    def rows(self) -> tuple[Tensor, Sequence[int]]:
+        """Return the rows [R, H] of this rank's experts, and how many each has."""
+        ...
+
+    def combine(self, y_RH: Tensor) -> Tensor:
+        """Return [M, H]: the weighted sum of the chosen experts' outputs for this rank's tokens."""
+        ...
+
+
+class GatheredTokens:
+    """Tokens, choices and weights of all ranks on each, which adds the outputs of its own experts."""
+
+    def __init__(self, x_MH: Tensor, routes: Routes, ranks: ExpertRanks, once: Once) -> None:
+        axes, comm = ranks.axes, ranks.comm
+        self._axes, self._comm = axes, comm
+        chosen_MK = comm.all_gather(routes.experts_MK, axes, 0).wait() if axes else routes.experts_MK
+        self._order = RowOrder(chosen_MK - ranks.rank * ranks.num_local, ranks.num_local)
+        even = balanced(routes.experts_MK.numel(), ranks.num_local)
+        self._counts = once(lambda: RowCounts(self._order.counts_E, even))
+        # Collectives of one group run in the order of their calls: what is waited for at once goes before the tokens.
+        self._weights_MK = gather_rows(routes.weights_MK, axes, comm)
+        self._tokens: Callable[[], Tensor] = start(x_MH, gathering(axes, comm)) if axes else lambda: x_MH
+
+    def rows(self) -> tuple[Tensor, Sequence[int]]:
+        counts = self._counts.on_host
+        return take_tokens(self._tokens(), self._order, sum(counts), counts), counts
+
+    def combine(self, y_RH: Tensor) -> Tensor:
+        return reduce_rows(add_slots(y_RH, self._order, self._weights_MK, self._counts.on_host), self._axes, self._comm)
+
+
+class ExchangedRows:
+    """A row for each choice of this rank's tokens on the rank of its expert; weights stay where the token is at home.
+
+    The host needs the numbers of rows; they are on their way to it while the device takes the rows.
+    """
+
+    def __init__(self, x_MH: Tensor, routes: Routes, ranks: ExpertRanks, once: Once) -> None:
+        self._order, self._weights_MK = RowOrder(routes.experts_MK, ranks.num_experts), routes.weights_MK
+        counts = once(lambda: _exchanged_counts(self._order, routes, ranks))
+        slots_SH = take_tokens(x_MH, self._order, routes.experts_MK.numel())
+        sent, received = counts.on_host[: ranks.num_ranks], counts.on_host[ranks.num_ranks :]
+        size = ranks.num_local
+        arrived = [sum(received[place : place + size]) for place in range(0, len(received), size)]
+        self._counts = [sum(received[expert::size]) for expert in range(size)]
+        self._move = exchanging(sent, arrived, ranks.axes, ranks.comm)
+        self._rows = start(slots_SH[: sum(sent)], self._move)
+        self._by_expert, self._by_rank = by_expert(counts.numbers[ranks.num_ranks :].view(-1, size), sum(arrived))
+
+    def rows(self) -> tuple[Tensor, Sequence[int]]:
+        return self._by_expert(self._rows()), self._counts
+
+    def combine(self, y_RH: Tensor) -> Tensor:
+        y_SH = moved(self._by_rank(y_RH), self._move.reversed())
+        without_row = self._order.num_slots - len(y_SH)
+        y_SH = F.pad(y_SH, (0, 0, 0, without_row)) if without_row else y_SH
+        return add_slots(y_SH, self._order, self._weights_MK)
+
+
+def _exchanged_counts(order: RowOrder, routes: Routes, ranks: ExpertRanks) -> RowCounts:
+    """Return the rows to each rank, and those from each rank for each of this rank's experts."""
+    there_CE = order.counts_E.unflatten(0, (ranks.num_ranks, ranks.num_local))
+    here_CE = ranks.comm.all_to_all(there_CE, ranks.axes).wait()
+    even = balanced_rows(routes.experts_MK.numel(), ranks.num_ranks, ranks.rank)
+    even += [count for rows in even for count in balanced(rows, ranks.num_local)]
+    return RowCounts(torch.cat((there_CE.sum(1), here_CE.flatten())), even)
+
+
+def gather_tokens(x_MH: Tensor, routes: Routes, axes: Axes, comm: Comm) -> tuple[Tensor, Routes]:
+    """Return the tokens and their routes of all ranks of `axes`, which each hold a shard of the same experts.
+
+    Their outputs are partial sums, to be reduce-scattered over `axes`.
+    """
+    if not axes:
+        return x_MH, routes
+    chosen_MK = comm.all_gather(routes.experts_MK, axes, 0).wait()
+    weights_MK = gather_rows(routes.weights_MK, axes, comm)
+    return gather_rows(x_MH, axes, comm), routes._replace(experts_MK=chosen_MK, weights_MK=weights_MK)
+
+
+Dispatch = Callable[[Tensor, Routes, ExpertRanks, Once], Dispatched]
+# Start to send the tokens [M, H] of this rank to the experts that were chosen for them.
+DISPATCH: Mapping[str, Dispatch] = {ALLGATHER: GatheredTokens, ALLTOALL: ExchangedRows}

@@ -1,0 +1,119 @@
+"""Grouped GEMM: consecutive rows times the weight of their expert, with weight gradients accumulated in main_grad.
+
+    Y[rows of e, N] = X[rows of e, K] W_e^T + b_e    dX of e = dY of e W_e          dW_e = dY of e ^T X of e
+
+The loop over experts is the reference; on GPUs one kernel, `F.grouped_mm`, multiplies all experts of a bf16 tensor.
+Weight gradients are a GEMM per expert everywhere, since that kernel would round them to bf16 before main_grad.
+Letters: R rows of all experts, K input features, N output features, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron3d.comm.interface import Pending, completed
+from megatron3d.experts.rows import ranges
+from megatron3d.linear.gemm import product_in, put_product
+from megatron3d.linear.main_grad import MainGrads, WgradQueue
+
+# The kernel reads rows of whole 16 bytes.
+_ALIGNMENT = 8
+
+
+def has_grouped_kernel(x_RK: Tensor, w_ENK: Tensor) -> bool:
+    """Return whether one kernel multiplies all experts."""
+    is_aligned = all(size % _ALIGNMENT == 0 for size in w_ENK.shape[1:])
+    if not (x_RK.is_cuda and x_RK.dtype == torch.bfloat16 and is_aligned and hasattr(F, "grouped_mm")):
+        return False
+    return torch.cuda.get_device_capability(x_RK.device) >= (9, 0)
+
+
+def grouped_product(x_RK: Tensor, w_ENK: Tensor, counts: Sequence[int]) -> Tensor:
+    """Return [R, N]: the first `counts[0]` rows times W_0^T, the next ones times W_1^T, and so on."""
+    if has_grouped_kernel(x_RK, w_ENK) and len(x_RK):
+        ends = torch.tensor(counts, device=x_RK.device).cumsum(0).to(torch.int32)
+        return F.grouped_mm(x_RK, w_ENK.transpose(1, 2), offs=ends)
+    return grouped_product_loop(x_RK, w_ENK, counts)
+
+
+def grouped_product_loop(x_RK: Tensor, w_ENK: Tensor, counts: Sequence[int]) -> Tensor:
+    """Return the same as `grouped_product` by one GEMM for each expert that has rows."""
+    y_RN = x_RK.new_empty((len(x_RK), w_ENK.shape[1]))
+    for rows, w_NK in zip(ranges(counts), w_ENK, strict=True):
+        if rows.stop > rows.start:
+            put_product(y_RN[rows], x_RK[rows], w_NK)
+    return y_RN
+
+
+class _AddBiases(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y_RN: Tensor, b_EN: Tensor, counts: tuple[int, ...]) -> Tensor:
+        ctx.counts = counts
+        ctx.mark_dirty(y_RN)
+        for rows, b_N in zip(ranges(counts), b_EN, strict=True):
+            y_RN[rows] += b_N
+        return y_RN
+
+    @staticmethod
+    def backward(ctx: Any, dy_RN: Tensor) -> tuple[Tensor, Tensor, None]:
+        return dy_RN, torch.stack([dy_RN[rows].sum(0) for rows in ranges(ctx.counts)]), None
+
+
+def add_biases(y_RN: Tensor, b_F: Tensor, counts: Sequence[int]) -> Tensor:
+    """Add to the rows of each expert, in place, its part of the biases [E N]; return the rows."""
+    added_RN: Tensor = _AddBiases.apply(y_RN, b_F.unflatten(0, (len(counts), -1)), tuple(counts))
+    return added_RN
+
+
+class GroupedMatmul:
+    """Matmul of rows with the weights of `num_experts` experts, stored one below the other.
+
+    Args:
+        main_grads: buffers that weight gradients are accumulated in.
+        wgrads: queue that defers weight gradients; None: they are computed in backward.
+    """
+
+    def __init__(self, num_experts: int, main_grads: MainGrads, wgrads: WgradQueue | None = None) -> None:
+        self.num_experts, self.main_grads = num_experts, main_grads
+        self.wgrads = wgrads or WgradQueue(main_grads)
+
+    def __call__(self, x_RK: Tensor, w_FK: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return Y [R, N] for weights [E N, K] and the rows of each expert."""
+        assert len(counts) == self.num_experts, f"{len(counts)} counts for {self.num_experts} experts"
+        y_RN: Tensor = _Grouped.apply(x_RK, w_FK, self, tuple(counts))
+        return y_RN
+
+    def by_expert(self, w_FK: Tensor) -> Tensor:
+        """Return the weights as [E, N, K]."""
+        w_ENK: Tensor = w_FK.unflatten(0, (self.num_experts, -1))
+        return w_ENK
+
+    def wgrad(self, param: Tensor, dy_RN: Tensor, x_RK: Tensor, counts: Sequence[int]) -> Pending | None:
+        """Accumulate the weight gradients in main_grad; return them where there is no buffer."""
+        operands = [(dy_RN[rows].T, x_RK[rows].T) for rows in ranges(counts)]
+        if self.main_grads.accumulate_rows(param, operands):
+            return None
+        return completed(torch.cat([product_in(param.dtype, a, b) for a, b in operands]))
+
+
+class _Grouped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_RK: Tensor, w_FK: Tensor, matmul: GroupedMatmul, counts: tuple[int, ...]) -> Tensor:
+        # The parameter itself names its main_grad; what is saved comes back as another tensor after recomputation.
+        ctx.matmul, ctx.counts, ctx.param = matmul, counts, w_FK
+        ctx.save_for_backward(x_RK, w_FK)
+        return grouped_product(x_RK, matmul.by_expert(w_FK), counts)
+
+    @staticmethod
+    def backward(ctx: Any, dy_RN: Tensor) -> tuple[Tensor | None, ...]:
+        x_RK, w_FK = ctx.saved_tensors
+        matmul, counts, dy_RN = ctx.matmul, ctx.counts, dy_RN.contiguous()
+        dx = grouped_product(dy_RN, matmul.by_expert(w_FK).transpose(1, 2), counts) if ctx.needs_input_grad[0] else None
+        dw = matmul.wgrads.submit(ctx.param, partial(matmul.wgrad, ctx.param, dy_RN, x_RK, counts))
+        return dx, None if dw is None else dw.wait(), None, None

@@ -1,0 +1,213 @@
+"""Experts as values: a second factorization of the ranks of a stage, and what each dispatcher sends.
+
+Exchanges of tokens between the ranks that hold a layer's experts (`moe_token_dispatcher_type`): what each sends.
+
+    allgather    tokens, choices and weights of all ranks are all-gathered, outputs reduce-scattered (MegaScale-MoE,
+                 arXiv:2505.11432)
+    alltoall     a row for each choice goes to the rank of its expert, and its output back (GShard, arXiv:2006.16668)
+
+Of n ranks, each has m tokens of width h, and each token k experts.  In units of elements of tokens, each sends
+
+                 forward                      backward
+    allgather    2 m h (n - 1)                2 m h (n - 1)
+    alltoall     2 m h k (n - 1) / n          as forward, where the load is balanced
+
+so that alltoall sends less where a token has fewer experts than there are ranks.  Besides, `allgather` sends the
+choices (8 bytes each) and the weights, forward and backward, `alltoall` its number of rows for each expert.
+
+Folding of experts onto the ranks of a pipeline stage: a second factorization of the same ranks.
+
+    dense     pipeline | replica . data . context . tensor axes         split tokens and matrices
+    experts   pipeline | edata . expert . etensor                       the last varies fastest
+
+`etensor` splits each expert, `expert` distributes whole ones, and `edata` is what remains.  The two factorizations have
+a common refinement: where the boundary of a factor falls inside a dense axis, that axis is split into pieces.
+
+    8 ranks, data 4, t 2          data=0      1       2       3
+                                  t=0  1   0  1    0  1    0  1
+    EP 4: axes (data.1, t)          0  1   2  3    0  1    2  3         experts' coordinate
+    EP 2, ETP 2: (data.1), (t)      0  0   1  1    0  0    1  1
+
+So the ranks of an expert group are neighbours.  (Parallel folding, Liu et al. 2025, arXiv:2504.14960.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import NamedTuple
+
+from megatron3d.parallel.matmul_plan import Traffic
+from megatron3d.parallel.mesh import DATA, Axes, Sizes
+from megatron3d.parallel.modes.mode import ALLGATHER, DISPATCHERS, Mode
+
+_INDEX_BYTES = 8
+
+
+@dataclass(frozen=True)
+class DispatchSizes:
+    """Sizes of one exchange: this rank's tokens, their width, the experts of each, and all experts of a layer.
+
+    Attributes:
+        itemsize: bytes of an element of a token.
+        wide: bytes of the weight of a choice.
+    """
+
+    tokens: int
+    hidden: int
+    topk: int
+    num_experts: int
+    itemsize: int
+    wide: int
+
+
+def balanced(total: int, parts: int) -> list[int]:
+    """Return `total` in parts that differ by one at most, the larger ones first."""
+    return [total // parts + (place < total % parts) for place in range(parts)]
+
+
+def balanced_rows(total: int, num_ranks: int, rank: int) -> list[int]:
+    """Return the rows that a rank sends to each where all send and receive `total`: as many as come from each."""
+    return [total // num_ranks + ((rank + other) % num_ranks < total % num_ranks) for other in range(num_ranks)]
+
+
+@dataclass(frozen=True)
+class RowsSent:
+    """Rows that this rank sends to the other ranks, and those that it receives from them."""
+
+    there: float
+    back: float
+
+
+def balanced_exchange(sizes: DispatchSizes, num_ranks: int, rank: int) -> RowsSent:
+    """Return the rows that leave and reach a rank where the load is balanced."""
+    rows = balanced_rows(sizes.tokens * sizes.topk, num_ranks, rank)
+    others = sum(rows) - rows[rank]
+    return RowsSent(others, others)
+
+
+def forward_traffic(
+    dispatcher: str, axes: Axes, sizes: DispatchSizes, num_ranks: int, rows: RowsSent, again: bool = False
+) -> list[Traffic]:
+    """Return the collectives of a forward pass, in order, with the bytes that this rank sends.
+
+    Args:
+        rows: of `alltoall`; those of any load, or `balanced_exchange`.
+        again: the pass is recomputed, with the numbers of rows that forward has kept.
+    """
+    whole, slots = sizes.tokens * sizes.hidden * sizes.itemsize, sizes.tokens * sizes.topk
+    if dispatcher == ALLGATHER:
+        sent = [(num_ranks - 1) * each for each in (slots * _INDEX_BYTES, slots * sizes.wide, whole, whole)]
+        return [Traffic("all_gather", axes, each) for each in sent[:3]] + [Traffic("reduce_scatter", axes, sent[3])]
+    counts = sizes.num_experts * _INDEX_BYTES * (num_ranks - 1) / num_ranks
+    row = sizes.hidden * sizes.itemsize
+    calls = [Traffic("all_to_all", axes, each) for each in (counts, rows.there * row, rows.back * row)]
+    return calls[1:] if again else calls
+
+
+def backward_traffic(
+    dispatcher: str, axes: Axes, sizes: DispatchSizes, num_ranks: int, rows: RowsSent
+) -> list[Traffic]:
+    """Return the collectives of a backward pass, in order, with the bytes that this rank sends."""
+    whole, weights = sizes.tokens * sizes.hidden * sizes.itemsize, sizes.tokens * sizes.topk * sizes.wide
+    if dispatcher == ALLGATHER:
+        sent = [(num_ranks - 1) * each for each in (whole, whole, weights)]
+        return [Traffic("all_gather", axes, sent[0])] + [Traffic("reduce_scatter", axes, each) for each in sent[1:]]
+    row = sizes.hidden * sizes.itemsize
+    return [Traffic("all_to_all", axes, each * row) for each in (rows.there, rows.back)]
+
+
+def tokens_traffic(
+    dispatcher: str, axes: Axes, sizes: DispatchSizes, num_ranks: int, rows: RowsSent, backward: bool
+) -> Traffic:
+    """Return the collective that is in flight during the shared experts: of tokens, or of their gradients."""
+    if backward:
+        return backward_traffic(dispatcher, axes, sizes, num_ranks, rows)[1]
+    return forward_traffic(dispatcher, axes, sizes, num_ranks, rows)[-2]
+
+
+def fewest_bytes(num_ranks: int, hidden: int, topk: int, itemsize: int) -> str:
+    """Return the dispatcher that sends fewer bytes for each token, forward and backward, where the load is balanced."""
+    sizes, rows = DispatchSizes(1, hidden, topk, 0, itemsize, max(itemsize, 4)), topk * (num_ranks - 1) / num_ranks
+
+    def sent(dispatcher: str) -> float:
+        passes = (forward_traffic, backward_traffic)
+        calls = [each(dispatcher, (), sizes, num_ranks, RowsSent(rows, rows)) for each in passes]
+        return sum(call.wire_bytes for part in calls for call in part)
+
+    return min(DISPATCHERS, key=sent)
+
+
+class _Factor(NamedTuple):
+    """An axis or a piece of one, of more than one rank; `end` is the product of it and of all factors inside it."""
+
+    name: str
+    size: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Folding:
+    """Axes that distribute whole experts, axes that split each, both in mesh order, and the axes that have pieces."""
+
+    experts: Axes = ()
+    etensor: Axes = ()
+    pieces: tuple[tuple[str, Sizes], ...] = ()
+
+
+def fold(axes: Sizes, experts: int, etensor: int = 1) -> Folding | None:
+    """Return the folding of `etensor` x `experts` ranks onto the last of `axes`; None where no refinement has them.
+
+    Args:
+        axes: dense axes of a stage, the last one varying fastest.
+    """
+    if experts == etensor == 1:
+        return Folding()
+    if not all(ranks for _, ranks in axes):  # sizes that do not make the world, which other rules refuse
+        return None
+    cuts, inner = (etensor, etensor * experts), 1
+    factors: list[_Factor] = []
+    pieces: list[tuple[str, Sizes]] = []
+    for name, ranks in reversed(axes):
+        end = inner * ranks
+        edges = sorted({inner, end, *(cut for cut in cuts if inner < cut < end)})
+        if any(high % low for low, high in pairwise(edges)):
+            return None
+        made = tuple(_split(name, edges))
+        if len(made) > 1:
+            pieces.insert(0, (name, tuple((each.name, each.size) for each in made)))
+        factors, inner = [*made, *factors], end
+    if cuts[-1] > inner:
+        return None
+    split = tuple(each.name for each in factors if each.end <= cuts[0])
+    whole = tuple(each.name for each in factors if cuts[0] < each.end <= cuts[1])
+    return Folding(whole, split, tuple(pieces))
+
+
+def _split(name: str, edges: list[int]) -> Iterator[_Factor]:
+    """Yield the factors of an axis between `edges`, the slowest first: the axis itself, or its pieces."""
+    ranges = list(pairwise(edges))
+    for place, (low, high) in enumerate(reversed(ranges)):
+        yield _Factor(name if len(ranges) == 1 else f"{name}.{place}", high // low, high)
+
+
+def stage_axes(mode: Mode, num_shards: int, num_replicas: int = 1) -> Sizes:
+    """Return the dense axes of the ranks of a pipeline stage, where `num_shards` are data ranks of one replica."""
+    return (*zip(DATA, (num_replicas, num_shards), strict=True), *mode.axes)
+
+
+def expert_sizes(axes: Sizes, etensor: int = 1) -> dict[int, Axes]:
+    """Return the possible expert-parallel sizes on a stage, each with its axes."""
+    ranks = 1
+    for _, size in axes:
+        ranks *= size
+    found = {size: fold(axes, size, etensor) for size in range(1, ranks // etensor + 1) if ranks % size == 0}
+    return {size: folding.experts for size, folding in found.items() if folding is not None}
+
+
+def with_experts(mode: Mode, size: int, etensor: int, axes: Sizes) -> Mode:
+    """Return a mode whose experts are distributed over `size` ranks, each split over `etensor`; unchanged where the
+    axes of a stage have no such folding."""
+    folding = fold(axes, size, etensor) or Folding()
+    return replace(mode, experts=folding.experts, etensor=folding.etensor, pieces=folding.pieces)

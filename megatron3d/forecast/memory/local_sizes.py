@@ -1,0 +1,443 @@
+"""Local sizes of one microbatch on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+from megatron3d.attention.context.plan import GATHER, ExchangeSizes, TokenOrder, exchange_ring, scores_computed
+from megatron3d.attention.heads_plan import HeadSplit
+from megatron3d.attention.pairs_plan import DROPOUT_PIECE, DROPOUT_ROWS, LONGEST, num_scores
+from megatron3d.experts.spec import Experts
+from megatron3d.linear.overlap_plan import OVERLAP_ALL, TPOverlap
+from megatron3d.model import spec as layer_kinds
+from megatron3d.model.linear_spec import FC1, FC2, LinearSize, linears_of_layer, mtp_linears
+from megatron3d.model.spec import (
+    GATED,
+    MLP_ACT,
+    NO_RECOMPUTE,
+    Architecture,
+    AttentionKind,
+    Recompute,
+    attention_kind,
+    has_experts,
+    keys_seen,
+    layer_counts,
+)
+from megatron3d.parallel.layout import span
+from megatron3d.parallel.matmul_plan import MatmulPlan
+from megatron3d.parallel.mesh import Axes, Mesh
+from megatron3d.parallel.modes.mode import Mode
+
+
+class LocalMatmul(NamedTuple):
+    """Matmul of one linear: plan, global sizes m, n, k, and the elements of X, W and Y that this rank stores.
+
+    `whole_w` are the elements of W after its all-gather.
+    """
+
+    plan: MatmulPlan
+    m: int
+    n: int
+    k: int
+    x: int
+    w: int
+    y: int
+    whole_w: int
+
+
+@dataclass(frozen=True)
+class KernelMemory:
+    """Memory that torch's kernels keep for backward, which depends on the device.
+
+    Attributes:
+        narrow_statistics: LayerNorm keeps mean and scale in its input's dtype, not in fp32.
+        fused_rms_norm: RMSNorm keeps its input and a number per row; otherwise what each of its operations keeps.
+        num_leaving: most shards in send: gloo does not report that one is done, and on a GPU the CPU runs ahead of them
+            all, so that the engine's limit holds on both.
+        num_received: additional whole buffers of a reduce-scatter: gloo receives all ranks' data and then adds.
+        softmax_again: longest sequences for which bf16 attention keeps no number per row of scores.
+        adds_dw: a chunk's dW of the LM head is multiplied apart and then added to main_grad, as bf16 and oneDNN's fp32
+            kernel on a CPU do; others accumulate in the GEMM.
+        sums_rows: backward of the embedding sums the gradients of each distinct token before it adds them to main_grad.
+        fused_loss: the loss writes its gradient into the memory of the logits.
+        update_piece: elements that AdamW updates at once if its moments are narrower than the weights.
+        on_gpu: the run is on GPUs, whose buckets of gradients are larger by default.
+        sdpa_workspace: the backward of fused attention has a workspace beyond its gradients.
+        gemm_workspace: bytes that the GEMM library keeps as tensors.
+        is_host: the device's memory is the host's, so that the copy of the state for an asynchronous save counts.
+    """
+
+    narrow_statistics: bool
+    fused_rms_norm: bool
+    num_leaving: int
+    num_received: int
+    softmax_again: int
+    adds_dw: bool
+    update_piece: int
+    sums_rows: bool
+    fused_loss: bool
+    on_gpu: bool = False
+    sdpa_workspace: bool = False
+    gemm_workspace: int = 0
+    is_host: bool = False
+
+
+KERNELS: Mapping[str, KernelMemory] = {
+    "cpu": KernelMemory(
+        narrow_statistics=True,
+        fused_rms_norm=False,
+        num_leaving=4,
+        num_received=1,
+        softmax_again=512,
+        adds_dw=True,
+        update_piece=2**18,
+        is_host=True,
+        sums_rows=True,
+        fused_loss=False,
+    ),
+    "gpu": KernelMemory(
+        narrow_statistics=False,
+        fused_rms_norm=True,
+        num_leaving=5,  # those the engine lets be, and the one that it starts
+        num_received=0,
+        softmax_again=0,
+        adds_dw=False,
+        update_piece=2**22,
+        on_gpu=True,
+        sums_rows=False,
+        fused_loss=True,
+        sdpa_workspace=True,
+        gemm_workspace=2 * 32 * 2**20,  # cuBLAS on Hopper, for the thread of forward and that of backward
+    ),
+}
+
+
+@dataclass(frozen=True)
+class LocalSizes:
+    """A microbatch of `micro_batch_size` sequences over all ranks that shard it, seen from one rank of the mesh.
+
+    Attributes:
+        narrow_wgrad: axes reduce dW in the network's dtype, not in main_grad's.
+        masks_documents: attention is masked between documents; `resets_positions`: positions restart at each document.
+        layer: layer that kinds of layers are taken from; `documents`: where documents begin in typical sequences.
+        expert_load: rows of this rank's experts, in multiples of those of a balanced load.
+    """
+
+    arch: Architecture
+    mode: Mode
+    mesh: Mesh
+    micro_batch_size: int
+    itemsize: int
+    recompute: Recompute = NO_RECOMPUTE
+    overlap: TPOverlap = OVERLAP_ALL
+    kernels: KernelMemory = KERNELS["cpu"]
+    masks_documents: bool = False
+    resets_positions: bool = False
+    layer: int = 0
+    narrow_wgrad: bool = False
+    documents: tuple[tuple[int, ...], ...] | None = None
+    expert_load: float = 1.0
+
+    def part(self, size: int, axes: Axes) -> int:
+        """Return this rank's part of a dimension that `axes` split."""
+        low, high = span(size, axes, self.mesh)
+        return high - low
+
+    @cached_property
+    def matmuls(self) -> Mapping[str, LocalMatmul]:
+        """Matmuls of a layer's linears by path, in the order of the forward pass."""
+        return {path: self._matmul(linear) for path, linear in self.linears.items()}
+
+    @cached_property
+    def linears(self) -> Mapping[str, LinearSize]:
+        """Linears of this layer by path; those of a mixture of experts are the shared experts'."""
+        return linears_of_layer(self.arch, self.experts is not None)
+
+    @property
+    def experts(self) -> Experts | None:
+        """Mixture of experts of this layer; None where it has an MLP."""
+        return self.arch.experts if has_experts(self.arch, self.layer) else None
+
+    @property
+    def home_tokens(self) -> int:
+        """Tokens that are at home on this rank, with all their features."""
+        return self.part(self.num_tokens, self.mode.home)
+
+    @property
+    def etensor_ranks(self) -> int:
+        """Ranks that split each expert, and gather one another's tokens for it."""
+        return self.mesh.size(self.mode.etensor)
+
+    @property
+    def gathered_tokens(self) -> int:
+        """Tokens that this rank sends to experts: its own, and those of the ranks that split the same experts."""
+        return self.home_tokens * self.etensor_ranks
+
+    @property
+    def expert_rows(self) -> int:
+        """Rows of this rank's experts."""
+        return 0 if self.experts is None else round(self.gathered_tokens * self.experts.topk * self.expert_load)
+
+    @property
+    def expert_ffn(self) -> int:
+        """Inner features of this rank's shard of an expert."""
+        return 0 if self.experts is None else self.experts.ffn_hidden_size // self.etensor_ranks
+
+    @cached_property
+    def mtp_matmuls(self) -> Mapping[str, LocalMatmul]:
+        """Matmuls of a module of multi-token prediction besides those of its layer."""
+        return {path: self._matmul(linear) for path, linear in mtp_linears(self.arch).items()}
+
+    @property
+    def layer_ahead(self) -> LocalSizes:
+        """Sizes of the layer of a module of multi-token prediction, of the last layer's kind."""
+        return self.by_kind([self.arch.num_layers - 1])[0][0]
+
+    def _matmul(self, linear: LinearSize) -> LocalMatmul:
+        plan, m, k = linear.plan(self.mode).on(self.mesh), self.num_tokens, linear.num_inputs
+        (x_rows, x_columns), (w_rows, w_columns), (y_rows, y_columns) = plan.x_layout, plan.w_layout, plan.y_layout
+        x = self.part(m, x_rows) * self.part(k, x_columns)
+        w = self.part(linear.num_outputs, w_rows) * self.part(k, w_columns)
+        y = self.part(m, y_rows) * sum(self.part(size, y_columns) for size in linear.outputs.values())
+        return LocalMatmul(plan, m, linear.num_outputs, k, x, w, y, w * self.mesh.size(plan.w))
+
+    @cached_property
+    def attention(self) -> AttentionKind:
+        """The kind of attention of this layer."""
+        return attention_kind(self.arch, self.layer)
+
+    @property
+    def window(self) -> int | None:
+        """Keys that a query of this layer sees; None: all before it, as with a window that is no shorter."""
+        window = self.attention.window
+        return None if window is None or window >= self.arch.seq_length else window
+
+    @property
+    def keys_seen(self) -> int:
+        """Most keys that a query of this layer sees."""
+        return keys_seen(self.arch, self.layer)
+
+    @cached_property
+    def seen_share(self) -> float:
+        """Share of the causal half of the scores that this layer's window and the documents leave."""
+        seq, every = self.arch.seq_length, self.documents or ((),)
+        lengths = [last - first for starts in every for first, last in pairwise((0, *starts, seq))]
+        return sum(each**2 - max(each - self.keys_seen, 0) ** 2 for each in lengths) / (len(every) * seq**2)
+
+    @property
+    def rotated_share(self) -> float:
+        """Share of a head's channels that this layer rotates."""
+        rotary = self.attention.rotary
+        return rotary.num_channels / self.arch.kv_channels if rotary else 0.0
+
+    def by_kind(self, layers: Iterable[int]) -> list[tuple[LocalSizes, int]]:
+        """Return the sizes of one layer of each kind among `layers`, and how many there are of it."""
+        counts = layer_counts(self.arch, layers).items()
+        return [(self if self.layer == place else replace(self, layer=place), count) for place, count in counts]
+
+    @property
+    def sequences_read(self) -> int:
+        """Sequences that this rank reads."""
+        return self.part(self.micro_batch_size, self.mode.batch_axes)
+
+    @property
+    def wide(self) -> int:
+        """Bytes of an element of main_grad, and of fp32 statistics (8 in fp64)."""
+        return max(self.itemsize, 4)
+
+    @property
+    def wgrad_itemsize(self) -> int:
+        """Bytes of an element of a dW that axes reduce."""
+        return self.itemsize if self.narrow_wgrad else self.wide
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the whole microbatch."""
+        return self.micro_batch_size * self.arch.seq_length
+
+    @property
+    def tokens(self) -> int:
+        """This rank's tokens of the residual stream."""
+        return self.part(self.num_tokens, self.mode.residual[0])
+
+    @property
+    def hidden(self) -> int:
+        """This rank's features of the residual stream."""
+        return self.part(self.arch.hidden_size, self.mode.residual[1])
+
+    @property
+    def residual(self) -> int:
+        """Bytes of this rank's shard of the residual stream."""
+        return self.tokens * self.hidden * self.itemsize
+
+    @property
+    def splits_features(self) -> bool:
+        """Whether norms reduce their statistics over ranks."""
+        return bool(self.mesh.nontrivial(self.mode.residual[1]))
+
+    @property
+    def inner_tokens(self) -> int:
+        """This rank's tokens inside attention and MLP: its positions of whole sequences."""
+        return self.part(self.num_tokens, self.mode.inner[0])
+
+    @property
+    def sequences(self) -> int:
+        """This rank's sequences inside attention and MLP."""
+        return self.part(self.micro_batch_size, self.mode.sequence_axes)
+
+    @property
+    def positions(self) -> int:
+        """Positions of each sequence that this rank holds."""
+        return self.arch.seq_length // self.mesh.size(self.mode.context)
+
+    def scores(self, backward: bool) -> int:
+        """Return the attention scores that this rank computes for all its heads in forward or in backward."""
+        arch, mode = self.arch, self.mode
+        if self.drops_whole_keys:
+            each = Fraction(self.inner_tokens * arch.seq_length)
+        elif not mode.context:
+            every = self.documents or ((),)
+            scores = sum(num_scores(arch.seq_length, self.window, self.longest_piece, starts) for starts in every)
+            each = Fraction(self.sequences * scores, len(every))
+        else:
+            sizes = mode.exchange, self.order, arch.seq_length, backward, self.window, self.longest_piece
+            each = self.sequences * scores_computed(*sizes, self.documents)
+        return int(each * self.num_queries)
+
+    @property
+    def longest_piece(self) -> int | None:
+        """Most queries that attention takes at once; None: all of a pair."""
+        if self.arch.attention_dropout:
+            return DROPOUT_PIECE if self.arch.seq_length > DROPOUT_ROWS else None
+        return None if self.arch.attention_softcap is None else LONGEST
+
+    @property
+    def order(self) -> TokenOrder:
+        """Which positions of its sequences this rank holds."""
+        return TokenOrder.of_mode(self.mode, self.mesh, layer_kinds.widest_window(self.arch))
+
+    @property
+    def keeps_result(self) -> bool:
+        """Whether attention that is recomputed keeps its output and log-sum-exp, as that of context ranks does."""
+        return bool(self.mode.context) and not self.drops_whole_keys
+
+    @property
+    def drops_whole_keys(self) -> bool:
+        """Whether weights have dropout where a rank has all keys: scores are kept, or pieces of them recomputed."""
+        return bool(self.arch.attention_dropout) and (not self.mode.context or self.mode.exchange == GATHER)
+
+    @property
+    def exchange(self) -> ExchangeSizes:
+        """Sizes of what this rank exchanges with other context ranks; all-gathers send keys before they are copied."""
+        mode, seq = self.mode, self.arch.seq_length
+        is_even = self.heads.are_even or mode.exchange == GATHER
+        groups, width = self.num_groups if is_even else self.num_queries, self.inner_tokens * self.arch.kv_channels
+        in_parts = not self.drops_whole_keys
+        sizes = ExchangeSizes(width * self.num_queries, width * groups, groups, self.itemsize, in_parts=in_parts)
+        if mode.exchange == GATHER or not mode.context or (self.window is None and self.documents is None):
+            return sizes
+        ring = exchange_ring(mode.exchange, self.order, seq, self.documents, self.window)
+        return replace(sizes, steps=len(ring.steps))
+
+    @property
+    def whole_keys(self) -> int:
+        """Elements of keys and values of whole sequences, as context ranks gather them; 0 without context ranks."""
+        ranks = self.mesh.size(self.mode.context)
+        return 2 * self.inner_tokens * ranks * self.num_groups * self.arch.kv_channels if ranks > 1 else 0
+
+    @cached_property
+    def heads(self) -> HeadSplit:
+        """This rank's attention heads."""
+        arch, axes = self.arch, self.mesh.nontrivial(self.mode.inner[1])
+        return HeadSplit(arch.num_attention_heads, arch.num_query_groups, arch.kv_channels, axes, self)
+
+    @property
+    def num_queries(self) -> int:
+        """Number of query heads on this rank."""
+        low, high = self.heads.query_span
+        return high - low
+
+    @property
+    def num_groups(self) -> int:
+        """Number of key/value heads that this rank's query heads read."""
+        low, high = self.heads.group_span
+        return high - low
+
+    @property
+    def keys_width(self) -> int:
+        """Features of the keys on this rank before they are all-gathered; values have as many."""
+        return self.part(self.arch.num_query_groups * self.arch.kv_channels, self.mode.inner[1])
+
+    @property
+    def ffn(self) -> int:
+        """This rank's inner features of the MLP, or of the shared experts."""
+        size = self.arch.ffn_hidden_size if self.experts is None else self.experts.shared_ffn_hidden_size
+        return self.part(size, self.mode.inner[1])
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the MLP is gated."""
+        return self.arch.activation in GATED
+
+    def inner(self, width: int) -> int:
+        """Return the bytes of `width` features for this rank's inner tokens."""
+        return self.inner_tokens * width * self.itemsize
+
+
+class KeptTensor(NamedTuple):
+    """Tensor that is kept for backward: the module that needs it, its description, and its bytes."""
+
+    site: str
+    what: str
+    num_bytes: int
+
+
+class Kept(NamedTuple):
+    """Tensor that an activation keeps, in multiples of its output; whether it is the input of the linear after it."""
+
+    what: str
+    size: int
+    is_input: bool = False
+
+
+def activation_tensors(local: LocalSizes, unit: int, linears: tuple[str, str] = (FC1, FC2)) -> Iterator[KeptTensor]:
+    """Yield what the activation of a layer keeps, with or without its own recomputation.
+
+    Args:
+        unit: bytes of the activation's output.
+        linears: sites of the linear before and of the one after.
+    """
+    kept, before, after = _ACTIVATIONS[local.arch.activation], *linears
+    site = before.removesuffix("fc1") + "activation"
+    if local.recompute.recomputes(MLP_ACT):
+        yield KeptTensor(before, "output", (2 if local.is_gated else 1) * unit)
+        kept = tuple(item for item in kept if item.what in _RECOMPUTED_KEEPS)
+    yield from (KeptTensor(after if item.is_input else site, item.what, item.size * unit) for item in kept)
+
+
+_INPUT = Kept("input", 1, is_input=True)
+_GATED = Kept("gate and up", 2), Kept("gate activated", 1), _INPUT
+
+# What an activation keeps of its own making; relu its result.
+_RECOMPUTED_KEEPS = {"gate activated", "output", "relu", "gate clamped", "sigmoid", "up clamped, plus 1"}
+
+# What rules of differentiation read: relu's its output, which is the input of fc2 as well, the others' their input.
+_ACTIVATIONS: Mapping[str, tuple[Kept, ...]] = {
+    "gelu": (Kept("input", 1), _INPUT),
+    "gelu_tanh": (Kept("input", 1), _INPUT),
+    "relu": (Kept("output", 1),),
+    "squared_relu": (Kept("relu", 1), _INPUT),
+    "swiglu": _GATED,
+    "geglu": _GATED,
+    "geglu_tanh": _GATED,
+    "clamped_swiglu": (
+        Kept("gate and up", 2),
+        *(Kept(what, 1) for what in ("gate clamped", "sigmoid", "gate activated", "up clamped, plus 1")),
+        _INPUT,
+    ),
+}

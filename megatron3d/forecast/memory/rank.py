@@ -1,0 +1,512 @@
+"""Memory of one rank by category, in closed form.
+
+    weights + master weights + gradients + optimizer + activations in flight + buffers + largest transient peak
+
+The sum is the peak of all tensors, give or take a layer's activations: the largest transient peak need not coincide
+with most microbatches in flight.  What the allocator holds on top is not included; what libraries hold outside of it
+is `libraries.py`'s.
+
+Memory of a GPU that libraries hold outside torch's allocator: the CUDA context, and NCCL's communicators.
+
+    context + communicators x bytes of one         (a communicator per process group and per link of the pipeline)
+
+A link has two communicators, one per direction, but with a quarter of the channels they hold less than one of a group.
+The bytes of one of each stand in `hardware/*.yaml`; no tensor can use them, and no count of tensors shows them.
+
+Memory that the allocator of another framework reserves for its tensors: this framework's, and what it adds.
+
+    weights + gradients + optimizer + buffers + (activations + transient peak) x factor
+    + logits x bytes + gathered inputs of linears x factor
+
+Other frameworks keep the logits of a whole microbatch, some a second copy of the gradients, and their kernels leave
+more to the allocator.  It cannot use the memory of a gathered input again before the accelerator is done with it, so
+that a host that launches ahead makes it reserve one for each layer.  The terms are fitted to published runs
+(`benchmarks/fit_memory.py`); neutral ones change nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate
+from operator import itemgetter
+from typing import NamedTuple
+
+from megatron3d.config.run_spec import RunSpec
+from megatron3d.forecast.memory.activations import (
+    ahead_activations,
+    deferred_wgrad_activations,
+    document_activations,
+    embedding_activations,
+    head_activations,
+    layer_activations,
+    linear_operands,
+    num_ahead,
+    rotary_tables,
+    run_activations,
+    total_bytes,
+)
+from megatron3d.forecast.memory.local_sizes import KERNELS, KernelMemory, LocalSizes
+from megatron3d.forecast.memory.step_spec import StepSpec, make_step_spec
+from megatron3d.forecast.memory.transient_peaks import embedding_peak, head_peaks, layer_peaks
+from megatron3d.forecast.time.hardware import KernelRates
+from megatron3d.forecast.time.practices import OURS, ExecutionProfile
+from megatron3d.linear.overlap_plan import async_plan
+from megatron3d.model.param_spec import stage_specs
+from megatron3d.model.stage_plan import Stage
+from megatron3d.parallel.layout import ParamSpec
+from megatron3d.parallel.mesh import Axes
+from megatron3d.parallel.parallel_state import ParallelState
+from megatron3d.pipeline.actions import RECEIVES, SENDS, Action, ActionKind, stage_to_rank
+from megatron3d.pipeline.actions import activations_in_flight as in_flight_after
+
+
+def num_communicators(state: ParallelState) -> int:
+    """Return the communicators of a rank: its groups of more than one rank, and two for each link, one a direction.
+
+    None is of all ranks unless training needs one: numbers of all ranks are reduced over the others.
+    """
+    return len({axes for axes in state.group_axes if state.mesh.size(axes) > 1}) + 2 * len(state.my_links)
+
+
+def library_bytes(state: ParallelState, rates: KernelRates) -> int:
+    """Return the bytes of device memory that this rank's libraries hold outside torch's allocator."""
+    return round((rates.context_gib + num_communicators(state) * rates.communicator_gib) * 2**30)
+
+
+def symmetric_bytes(local: LocalSizes) -> int:
+    """Return the bytes of symmetric memory through which GPUs of a node run collectives in rounds with a GEMM.
+
+    Each group has one buffer, of its largest use: a shard that others read, or two parts of a product, of which one is
+    computed while the other is read.
+    """
+    largest: dict[Axes, int] = {}
+    for matmul in local.matmuls.values() if local.kernels.on_gpu and local.overlap.in_rounds else ():
+        whole_x = matmul.x * local.mesh.size(matmul.plan.x)
+        whole_y = matmul.y * local.mesh.size(matmul.plan.dy)
+        rounds = async_plan(matmul.plan)
+        uses = (rounds.x, whole_x), (rounds.dy, whole_y), (rounds.y, 2 * whole_y), (rounds.dx, 2 * whole_x)
+        for move, size in uses:
+            if move:
+                part = size // local.mesh.size(move.axes) * local.itemsize
+                largest[move.axes] = max(largest.get(move.axes, 0), part)
+    return sum(largest.values())
+
+
+def stage_activations(step: StepSpec, stage: Stage) -> int:
+    """Return the bytes that one microbatch keeps in a stage from forward to backward."""
+    local, runs = step.local, step.local.recompute.runs(stage.layers)
+    embedding = embedding_activations(local) if stage.has_embedding else ()
+    head = (*head_activations(local), *ahead_activations(local)) if stage.has_head else ()
+    first = next((run for run in runs if run.layers), None)
+    reader = head if first is None else () if first.is_offloaded else layer_activations(local)
+    holds_input = (first and first.is_recomputed and not first.is_offloaded) or (reader and reader[0].what == "input")
+    own_input = 0 if stage.has_embedding or holds_input else local.residual
+    own_input += total_bytes(document_activations(local)) if stage.layers else 0
+    return own_input + total_bytes(embedding) + sum(run_activations(local, run) for run in runs) + total_bytes(head)
+
+
+def in_flight(step: StepSpec) -> dict[int, float]:
+    """Return the microbatches in flight in each stage of this rank when its activations peak.
+
+    Between dgrad and wgrad, a split backward keeps the operands of wgrad, which count as a fraction of a microbatch.
+    """
+    kept = {stage.index: _kept_bytes(step, stage) for stage in step.stages}
+    held = _held_over_time(step.actions, kept)
+    until = step.actions[: 1 + held.index(max(held))]
+    found = {}
+    for index, (size, late) in kept.items():
+        *_, found[index] = 0.0, *in_flight_after((a for a in until if a.stage == index), late / max(size, 1))
+    return found
+
+
+def _kept_bytes(step: StepSpec, stage: Stage) -> tuple[int, int]:
+    """Return the bytes that a microbatch keeps in a stage from forward to dgrad, and from there to a deferred wgrad."""
+    local, ahead = step.local, num_ahead(step.local, stage)
+    layers = [*stage.layers, *ahead * [local.arch.num_layers - 1]]
+    late = sum(count * deferred_wgrad_activations(each) for each, count in local.by_kind(layers))
+    return stage_activations(step, stage), late + ahead * linear_operands(local.mtp_matmuls, local)
+
+
+def _held_over_time(actions: Iterable[Action], kept: Mapping[int, tuple[int, int]]) -> list[int]:
+    """Return the bytes of activations after each action."""
+    changes: dict[tuple[ActionKind, int], int] = {}
+    for stage, (size, late) in kept.items():
+        of_kinds = {ActionKind.F: size, ActionKind.B: -size, ActionKind.I: late - size, ActionKind.W: -late}
+        changes |= {(kind, stage): change for kind, change in of_kinds.items()}
+    return list(accumulate(changes.get(each, 0) for each in map(itemgetter(0, 1), actions)))
+
+
+def peak_activations(step: StepSpec) -> tuple[int, int]:
+    """Return the bytes of activations, and of residual shards in transfer, when their sum peaks."""
+    held = _held_over_time(step.actions, {stage.index: _kept_bytes(step, stage) for stage in step.stages})
+    size = step.local.residual
+    return max(zip(held, (count * size for count in residual_shards(step)), strict=True), key=sum)
+
+
+def most_kept(step: StepSpec) -> int:
+    """Return the most bytes of activations, residual shards in transfer left out."""
+    computations = step.pipeline.schedule[step.coord]
+    return max(_held_over_time(computations, {stage.index: _kept_bytes(step, stage) for stage in step.stages}))
+
+
+def residual_shards(step: StepSpec) -> list[int]:
+    """Return the number of residual shards after each action: received, passed to the next stage, or in send."""
+    where, most = stage_to_rank(step.pipeline.schedule), step.local.kernels.num_leaving
+    actions = list(map(itemgetter(0, 1), step.actions))
+    kinds = [Action(*kind) for kind in set(actions)]
+    changes = {(each.kind, each.stage): _arrivals(each, where) - _consumed(each, len(where)) for each in kinds}
+    lying = accumulate(map(changes.__getitem__, actions))
+    sent = accumulate(kind in SENDS for kind, _ in actions)
+    return [count + min(leaving, most) for count, leaving in zip(lying, sent, strict=True)]
+
+
+def _arrivals(action: Action, where: Mapping[int, int]) -> int:
+    """Return how many residual shards an action adds on this rank."""
+    if action.kind in RECEIVES:
+        return 1
+    step = {ActionKind.F: 1, ActionKind.B: -1, ActionKind.I: -1}.get(action.kind)
+    return int(step is not None and where.get(action.stage + step) == where[action.stage])
+
+
+def _consumed(action: Action, num_stages: int) -> int:
+    """Return how many residual shards an action consumes."""
+    ends = {ActionKind.F: 0, ActionKind.B: num_stages - 1, ActionKind.I: num_stages - 1}
+    return int(action.kind in ends and action.stage != ends[action.kind])
+
+
+# Of an element: what AdamW holds when it computes, and when it rounds a moment.
+_UPDATE_BYTES = 20
+
+
+def step_end_peaks(step: StepSpec, buffers: Iterable[tuple[int, int]], is_over: int) -> dict[str, int]:
+    """Return the bytes of the peaks after the last backward, less those of activations, which other peaks add to.
+
+    Args:
+        buffers: elements of each flat buffer of this rank, and of this rank's shard of it.
+        is_over: bytes of the activations that are freed.
+    """
+    wide, kernels, found = step.local.wide, step.local.kernels, {}
+    sizes = list(buffers)
+    sharded = [kernels.num_received * size + shard for size, shard in sizes if shard < size]
+    if sharded and not step.shards(2):  # the last buffer is reduced when nothing else is left to do
+        found["reduction of gradients"] = max(sharded) * wide - is_over
+    if min(step.moment_itemsizes) < wide:
+        updated = max((min(shard, kernels.update_piece) for _, shard in sizes), default=0)
+        found["update"] = _UPDATE_BYTES * updated - is_over
+    return found
+
+
+# Of a microbatch: a token's index, in the batch and among its labels; again for each module that predicts ahead.
+_TOKEN_BYTES = 2 * 8
+# Its position in its document.
+_DOCUMENT_BYTES = 8
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes by category; of `transient_peaks`, which do not coincide, only the largest counts."""
+
+    weights: int
+    main_weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    buffers: int
+    transient_peaks: Mapping[str, int]
+
+    @property
+    def categories(self) -> dict[str, int]:
+        """Bytes by category name, as in metrics.jsonl; "moment" is the largest transient peak."""
+        named = {field.name.replace("_", " "): getattr(self, field.name) for field in fields(self)[:-1]}
+        return named | {"moment": max(self.transient_peaks.values(), default=0)}
+
+    @property
+    def total(self) -> int:
+        """Sum of all categories."""
+        return sum(self.categories.values())
+
+
+def predict_memory(spec: RunSpec, kernels: KernelMemory = KERNELS["cpu"]) -> RankMemory:
+    """Predict the memory of the rank that a valid run is seen from."""
+    return rank_memory(make_step_spec(spec, kernels))
+
+
+def rank_memory(step: StepSpec) -> RankMemory:
+    """Return the memory of the rank that the step's mesh is seen from."""
+    return MemoryOfRank(step).memory
+
+
+class MemoryOfRank:
+    """Memory of the rank that a step's mesh is seen from, and a lower bound that takes less to find."""
+
+    def __init__(self, step: StepSpec) -> None:
+        self._step, self._pieces = step, flat_buffer_sizes(step)
+        self._buffers, self._transient_peaks = sum(buffers(step).values()), transient_peaks(step)
+
+    @property
+    def memory(self) -> RankMemory:
+        """The memory."""
+        return self._with_peak(*peak_activations(self._step))
+
+    @property
+    def least_bytes(self) -> int:
+        """A lower bound of its total: without residual shards in transfer, which takes no lowering."""
+        return self._with_peak(most_kept(self._step), 0).total
+
+    def _with_peak(self, activations: int, shards: int) -> RankMemory:
+        """Return the memory with these bytes of activations and of residual shards at their peak."""
+        step, local = self._step, self._step.local
+        is_narrow = local.itemsize < local.wide
+        mine = sum(piece.shard for piece in self._pieces)
+        whole = sum(piece.shard * piece.num_shards for piece in self._pieces)
+        held = [(piece.size, piece.shard) for piece in self._pieces]
+        between_steps = (0 if is_narrow else mine) if step.shards(3) else whole
+        return RankMemory(
+            weights=between_steps * local.itemsize,
+            main_weights=mine * local.wide if is_narrow else 0,
+            gradients=(mine if step.shards(2) else whole) * local.wide,
+            optimizer=mine * sum(step.moment_itemsizes),
+            activations=activations,
+            buffers=shards + self._buffers,
+            transient_peaks=self._transient_peaks | step_end_peaks(step, held, activations + shards),
+        )
+
+
+class FlatBufferSize(NamedTuple):
+    """Flat buffer of a rank: elements, axes that reduce its gradients, pipeline ranks that hold it, FSDP unit, and the
+    axes that ZeRO shards it over with their number of ranks."""
+
+    size: int
+    reduce_axes: Axes
+    holders: tuple[int, ...]
+    block: str
+    zero_axes: Axes
+    num_shards: int
+
+    @property
+    def shard(self) -> int:
+        """Elements of a rank's shard, padding included."""
+        return -(-self.size // self.num_shards)
+
+
+def flat_buffer_sizes(step: StepSpec) -> list[FlatBufferSize]:
+    """Return the flat buffers: parameters with equal reductions share one of at least a bucket, or one per FSDP unit in
+    ZeRO 3."""
+    mesh, is_by_block = step.local.mesh, step.shards(3)
+    others = tuple(axis for axis in mesh.names if axis != "pipeline")
+    least = math.inf if is_by_block else step.bucket_bytes / step.local.wide
+    groups: dict[tuple[Axes, int, tuple[int, ...], int, str, Axes], list[int]] = {}
+    alike: dict[object, tuple[Axes, int, Axes, int]] = {}  # most layers differ in names alone
+    for block, stage, spec in _params(step):
+        kind = spec.layout, spec.part_axes, spec.token_axes, tuple(part.padded_shape for part in spec.parts)
+        if kind not in alike:
+            shared, size = mesh.without(step.zero_axes, spec.axes), math.prod(spec.local_shape(mesh))
+            alike[kind] = spec.reduce_axes(mesh), spec.num_copies(mesh, others), shared, size
+        reduced, copies, shared, size = alike[kind]
+        key = reduced, copies, spec.holders, stage, block if is_by_block else "", shared
+        groups.setdefault(key, []).append(size)
+    return [
+        FlatBufferSize(size, key[0], key[2], key[4], key[5], mesh.size(key[5]))
+        for key, sizes in groups.items()
+        for size in _merge_small(sizes, least)
+    ]
+
+
+def _merge_small(sizes: list[int], least: float) -> list[int]:
+    """Return sums of neighbouring sizes of at least `least`, merged from the end, where backward starts."""
+    sums = [0]
+    for size in reversed(sizes):
+        sums = [*sums, size] if sums[-1] >= least else [*sums[:-1], sums[-1] + size]
+    return sums
+
+
+def _params(step: StepSpec) -> Iterator[tuple[str, int, ParamSpec]]:
+    """Yield FSDP unit (`layers.3`, `embedding`, ...), stage and spec of each parameter of this rank."""
+    for stage, specs in stage_specs(step.local.arch, step.local.mode, step.pipeline, step.coord).items():
+        for path, spec in specs.items():
+            yield ".".join(path.split(".")[: 2 if path.startswith(("layers.", "mtp.")) else 1]), stage, spec
+
+
+def buffers(step: StepSpec) -> dict[str, int]:
+    """Return the bytes of lasting buffers: tokens, rotary tables, kept weights, two gathered FSDP units, a workspace.
+
+    On a CPU the copy for asynchronous saves is one, too.
+    """
+    local = step.local
+    token_bytes = (1 + local.arch.mtp_num_layers) * _TOKEN_BYTES + _DOCUMENT_BYTES * local.resets_positions
+    blocks = Counter[str]()
+    for block, _, spec in _params(step) if step.shards(3) else ():
+        blocks[block] += math.prod(spec.local_shape(local.mesh))
+    return {
+        "tokens": step.num_microbatches * local.sequences_read * local.arch.seq_length * token_bytes,
+        "rotary tables": total_bytes(rotary_tables(local)),
+        "gathered weights": gathered_weights(step),
+        "whole blocks": _largest(2, blocks.values()) * local.itemsize,
+        "GEMM workspace": local.kernels.gemm_workspace + symmetric_bytes(local),
+        "snapshot of a save": snapshot_bytes(step) if step.saves_in_background and local.kernels.is_host else 0,
+    }
+
+
+def snapshot_bytes(step: StepSpec) -> int:
+    """Return the bytes that a rank copies for an asynchronous save: its share of master weights and moments.
+
+    Ranks that hold the same elements share them evenly, up to a row of each parameter.
+    """
+    mesh = step.local.mesh
+    others = tuple(axis for axis in mesh.names if axis != "pipeline")
+    written = sum(
+        math.prod(spec.local_shape(mesh)) / (spec.num_copies(mesh, others) * len(spec.holders))
+        for _, _, spec in _params(step)
+    )
+    return round(written) * (step.local.wide + sum(step.moment_itemsizes))
+
+
+def gathered_weights(step: StepSpec) -> int:
+    """Return the bytes of gathered weights that are kept from forward to backward."""
+    if not step.local.overlap.keep_gathered_weights:
+        return 0
+    ahead = sum(num_ahead(step.local, stage) for stage in step.stages)
+    layers = [layer for stage in step.stages for layer in stage.layers] + ahead * [step.local.arch.num_layers - 1]
+    tables = [(each.matmuls, count) for each, count in step.local.by_kind(layers)] + [(step.local.mtp_matmuls, ahead)]
+    elements = sum(n * matmul.whole_w for table, n in tables for matmul in table.values() if matmul.plan.w)
+    return elements * step.local.itemsize
+
+
+def _largest(count: int, sizes: Iterable[int]) -> int:
+    return sum(sorted(sizes, reverse=True)[:count])
+
+
+def transient_peaks(step: StepSpec) -> dict[str, int]:
+    """Return the bytes of every transient peak on this rank by its name.
+
+    Sharded gradients are whole at times: two buckets while they are reduced, those received, and during the backward of
+    earlier layers, when at least one layer has freed its activations, a third one that is being filled.
+    """
+    local, stages = step.local, step.stages
+    is_ahead = any(num_ahead(local, stage) for stage in stages)
+    found = layer_peaks(local) if is_ahead or any(stage.layers for stage in stages) else {}
+    if is_ahead or any(stage.has_embedding for stage in stages):
+        found["backward of the embedding"] = embedding_peak(local)
+    if any(stage.has_head for stage in stages):
+        found |= head_peaks(step)
+    if step.shards(2):
+        sizes = [piece.size for piece in flat_buffer_sizes(step)]
+        third = _largest(3, sizes) - _largest(2, sizes)
+        freed = min(total_bytes(layer_activations(each)) for each, _ in local.by_kind(range(local.arch.num_layers)))
+        filled = max(third * local.wide - freed, 0)
+        reduced = (_largest(2, sizes) + _largest(local.kernels.num_received, sizes)) * local.wide
+        found = {name: size + reduced + filled for name, size in found.items()}
+    return found
+
+
+# A pipeline rank waits for the gradients of its first microbatch when it has launched the forwards of all in flight.
+# Fitted to pipelines of 2 to 32 stages: as much as two of them are done by then.
+_DONE = 2
+
+
+def reserved_memory(step: StepSpec, profile: ExecutionProfile) -> RankMemory:
+    """Return the memory that is reserved on the rank that the step's mesh is seen from."""
+    return reserved_for(rank_memory(step), step, profile)
+
+
+def reserved_for(memory: RankMemory, step: StepSpec, profile: ExecutionProfile) -> RankMemory:
+    """Return the memory that is reserved for these tensors of a rank."""
+    terms = profile.fitted
+    of_logits = terms.logit_memory * num_logits(step) if terms.logit_memory else 0
+    of_gathers = terms.gathered_memory * gathered_inputs(step) if terms.gathered_memory else 0
+    peaks = {name: round(size * terms.activation_memory + of_logits) for name, size in memory.transient_peaks.items()}
+    return replace(
+        memory,
+        gradients=memory.gradients + bucket_copies(memory, step, profile),
+        activations=round(memory.activations * terms.activation_memory),
+        buffers=memory.buffers + round(of_gathers),
+        transient_peaks=peaks,
+    )
+
+
+def bucket_copies(memory: RankMemory, step: StepSpec, profile: ExecutionProfile) -> int:
+    """Return the bytes of buckets that hold the gradients a second time; none where no other rank has some."""
+    local = step.local
+    is_reduced = local.mesh.size(local.mesh.zero) > 1
+    return memory.weights // local.itemsize * profile.bucket_itemsize if is_reduced else 0
+
+
+def num_logits(step: StepSpec) -> int:
+    """Return the logits of a microbatch on this rank; none where no stage has the head."""
+    return _logits(step.local) if any(stage.has_head for stage in step.stages) else 0
+
+
+def gathered_inputs(step: StepSpec) -> float:
+    """Return the bytes of the gathered inputs of linears in all microbatches whose forward a host launches ahead.
+
+    Without a pipeline that is one microbatch, in pipelines all in flight but two.
+    """
+    if step.local.mesh.sizes["pipeline"] == 1:
+        ahead = dict.fromkeys((stage.index for stage in step.stages), 1.0)
+    else:
+        ahead = {index: max(number - _DONE, 0.0) for index, number in in_flight(step).items()}
+    return sum(ahead[stage.index] * _gathered_by_layers(step.local, stage.layers) for stage in step.stages)
+
+
+def _gathered_by_layers(local: LocalSizes, layers: range) -> int:
+    return sum(count * _gathered(each) for each, count in local.by_kind(layers))
+
+
+def _gathered(local: LocalSizes) -> int:
+    """Return the bytes of the gathered inputs of a layer's linears."""
+    sizes = (
+        (matmul.x, math.prod(map(local.mesh.sizes.__getitem__, matmul.plan.x))) for matmul in local.matmuls.values()
+    )
+    return local.itemsize * sum(x * ranks for x, ranks in sizes if ranks > 1)
+
+
+def _logits(local: LocalSizes) -> int:
+    plan = local.mode.expand.on(local.mesh)
+    tokens, columns = plan.y_layout
+    return local.part(local.num_tokens, tokens) * local.part(local.arch.padded_vocab_size, columns)
+
+
+# Pipelines of at most this number of ranks are looked at in full.
+FEW = 8
+
+
+def largest_rank_memory(step: StepSpec, profile: ExecutionProfile = OURS) -> RankMemory:
+    """Return the memory of the pipeline rank that needs most, as a framework with this profile reserves it."""
+    found = fitting_rank_memory(step, math.inf, profile)
+    assert found is not None, "every memory fits into infinite memory"
+    return found
+
+
+def fitting_rank_memory(step: StepSpec, most: float, profile: ExecutionProfile = OURS) -> RankMemory | None:
+    """Return the memory of the pipeline rank that needs most, or None as soon as one is found that needs more bytes
+    than `most`: the others are not looked at."""
+    found: list[RankMemory] = []
+    for coord in candidates(step):
+        here = step.on_pipeline_rank(coord)
+        rank = MemoryOfRank(here)
+        if rank.least_bytes > most:  # no framework reserves less than the tensors
+            return None
+        found.append(reserved_for(rank.memory, here, profile))
+        if found[-1].total > most:
+            return None
+    return max(found, key=lambda each: each.total)
+
+
+def candidates(step: StepSpec) -> Sequence[int]:
+    """Return the pipeline ranks among which one needs most: of those that hold alike stages, both ends and the middle.
+
+    Along a pipeline, microbatches in flight fall, rise or stay; only what a rank holds can change the order.
+    """
+    num_ranks = step.pipeline.num_ranks
+    if num_ranks <= FEW:
+        return range(num_ranks)
+    alike: dict[object, list[int]] = {}
+    for coord in range(num_ranks):
+        stages = step.on_pipeline_rank(coord).stages
+        held = tuple((len(stage.layers), stage.has_embedding, stage.has_head) for stage in stages)
+        alike.setdefault(held, []).append(coord)
+    chosen = {coords[at] for coords in alike.values() for at in (0, len(coords) // 2, -1)}
+    return sorted(chosen)

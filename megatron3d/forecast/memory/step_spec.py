@@ -1,0 +1,146 @@
+"""One rank's part of a training step: the values that determine its memory and traffic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megatron3d.config.run_spec import RunSpec
+from megatron3d.config.schema import ITEMSIZES
+from megatron3d.forecast.memory.activations import expected_load
+from megatron3d.forecast.memory.local_sizes import KERNELS, KernelMemory, LocalSizes
+from megatron3d.model.stage_plan import Stage
+from megatron3d.ops.plan import LossChunk
+from megatron3d.parallel.mesh import Axes
+from megatron3d.pipeline.actions import Action
+from megatron3d.pipeline.lower import lower
+from megatron3d.pipeline.spec import Pipeline
+
+
+@dataclass(frozen=True)
+class StepSpec:
+    """Local sizes of a microbatch, the pipeline that runs many of them, and the state that stays between steps.
+
+    Attributes:
+        schedule: name of the pipeline schedule.
+        moment_itemsizes: bytes of an element of AdamW's first and second moment.
+        reduce_itemsize: bytes of a gradient element in the data-parallel reduction.
+        zero_stage: what the data axis shards: 0 nothing, 1 optimizer state and master weights, 2 also gradients, 3 also
+            weights.
+        saves_in_background: a copy of the state that this rank writes is kept in host memory.
+    """
+
+    local: LocalSizes
+    pipeline: Pipeline
+    schedule: str
+    moment_itemsizes: tuple[int, int]
+    loss_chunk: LossChunk
+    bucket_bytes: float
+    zero_stage: int = 0
+    reduce_itemsize: int = 4
+    saves_in_background: bool = False
+
+    def at(self, rank: int) -> StepSpec:
+        """Return the same step seen from another rank."""
+        return replace(self, local=replace(self.local, mesh=self.local.mesh.at(rank)))
+
+    def unit_gathers(self, name: str) -> int:
+        """Return how often a microbatch all-gathers an FSDP unit: forward and backward, or each use of a matrix.
+
+        Of layers that are recomputed together, all but the last two are freed in between: few are whole at once.
+        """
+        if name not in ("embedding", "head"):
+            runs = [
+                run for stage in self.stages for run in self.local.recompute.runs(stage.layers) if run.is_recomputed
+            ]
+            return 2 + any(name == f"layers.{layer}" for run in runs for layer in run.layers[:-2])
+        arch = self.local.arch
+        first, last = (any(getattr(stage, end) for stage in self.stages) for end in ("has_embedding", "has_head"))
+        heads, embeddings = last * (1 + arch.mtp_num_layers), first + last * arch.mtp_num_layers
+        if arch.tie_embeddings:
+            return heads + embeddings
+        return heads if name == "head" else embeddings
+
+    def on_pipeline_rank(self, coord: int) -> StepSpec:
+        """Return the same step seen from another pipeline rank with this rank's other coordinates."""
+        return self.at(self.local.mesh.ranks(("pipeline",))[coord])
+
+    @property
+    def coord(self) -> int:
+        """This rank's pipeline rank."""
+        return self.local.mesh.coord("pipeline")
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """Stages of this rank."""
+        return self.pipeline.on_rank(self.coord)
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """Actions that this rank executes, communication included."""
+        return lower(self.pipeline.schedule)[self.coord]
+
+    @property
+    def zero_ranks(self) -> int:
+        """Number of ranks over which ZeRO shards."""
+        return self.local.mesh.size(self.zero_axes)
+
+    @property
+    def zero_axes(self) -> Axes:
+        """Axes over which ZeRO shards, of parameters that none of them shards itself."""
+        return self.local.mesh.zero if self.zero_stage else ()
+
+    def shards(self, stage: int) -> bool:
+        """Return whether this ZeRO stage's state is sharded."""
+        return self.zero_stage >= stage and self.zero_ranks > 1
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches of a step."""
+        return len({action.mb for action in self.pipeline.schedule[self.coord]})
+
+
+def typical_documents(spec: RunSpec) -> tuple[tuple[int, ...], ...] | None:
+    """Return the first positions of the documents of typical sequences, by which predictions count attention.
+
+    None: attention sees whole sequences, or nothing is known of their documents.
+    """
+    data, seq = spec.config.data, spec.config.model.seq_length
+    if not data.reset_attention_mask:
+        return None
+    if data.mean_document_length is None:
+        return spec.documents
+    return (tuple(range(data.mean_document_length, seq, data.mean_document_length)),)
+
+
+def make_step_spec(spec: RunSpec, kernels: KernelMemory = KERNELS["cpu"]) -> StepSpec:
+    """Return a rank's part of a step of a valid run."""
+    config, train = spec.config, spec.config.train
+    optimizer = spec.config.optimizer
+    local = LocalSizes(
+        spec.arch,
+        spec.mode,
+        spec.mesh,
+        train.micro_batch_size,
+        ITEMSIZES[train.precision],
+        spec.recompute,
+        spec.overlap,
+        kernels,
+        config.data.reset_attention_mask,
+        config.data.reset_position_ids,
+        narrow_wgrad=train.tp_grad_reduce_in_bf16,
+        documents=typical_documents(spec),
+    )
+    local = replace(local, expert_load=expected_load(local, config.parallel.expert_load_imbalance))
+    moments = (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype)
+    first, second = (local.wide if name is None else ITEMSIZES[name] for name in moments)
+    return StepSpec(
+        local,
+        spec.pipeline,
+        config.parallel.pipeline_schedule,
+        (first, second),
+        spec.loss_chunk(kernels.on_gpu),
+        bucket_bytes=spec.bucket_bytes(kernels.on_gpu),
+        zero_stage=config.parallel.zero_stage,
+        reduce_itemsize=2 if train.grad_reduce_in_bf16 else local.wide,
+        saves_in_background=config.checkpoint.save is not None and config.checkpoint.async_save,
+    )

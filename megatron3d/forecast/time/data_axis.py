@@ -1,0 +1,165 @@
+"""Time of the data axis: gradient reductions and weight all-gathers, per step or, with ZeRO 2 and 3, per microbatch.
+
+stage 0   all-reduce                          stage 1   reduce-scatter, all-gather of the updated weights
+stage 2   reduce-scatter per microbatch       stage 3   also all-gathers for every forward and backward
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from megatron3d.forecast.time.breakdown import SLOWDOWN, TimeBreakdown, exposed_time
+from megatron3d.forecast.time.layer import Machine
+from megatron3d.model.param_spec import EMBEDDING, param_specs
+from megatron3d.model.spec import Architecture, pattern_length
+from megatron3d.model.stage_plan import Stage
+from megatron3d.parallel.matmul_plan import Traffic
+from megatron3d.parallel.mesh import Axes, Mesh
+from megatron3d.parallel.modes.mode import Mode
+
+Counts = Mapping[Axes, int]
+
+
+class ParamCounts(NamedTuple):
+    """A rank's parameters by the axes that reduce their gradients: of a layer (mean of a pattern), of the
+    embedding, and of the head with multi-token prediction."""
+
+    layer: Counts
+    embedding: Counts
+    head: Counts
+
+    @staticmethod
+    def of(arch: Architecture, mode: Mode, mesh: Mesh) -> ParamCounts:
+        """Count the parameters of a model on a mesh."""
+        tables: dict[str, Counter[Axes]] = {"layers": Counter(), "embedding": Counter(), "head": Counter()}
+        num_layers = 1 if arch.experts is None else pattern_length(arch)
+        for path, spec in param_specs(replace(arch, num_layers=num_layers), mode).items():
+            part = path.partition(".")[0]
+            tables[part if part in tables else "head"][spec.reduce_axes(mesh)] += math.prod(spec.local_shape(mesh))
+            if path == EMBEDDING and arch.tie_embeddings:
+                tables["head"][spec.reduce_axes(mesh)] += math.prod(spec.local_shape(mesh))
+        layer = {axes: count // num_layers for axes, count in tables["layers"].items()}
+        return ParamCounts(layer, tables["embedding"], tables["head"])
+
+    def on_rank(self, arch: Architecture, stages: Sequence[Stage]) -> Counts:
+        """Return the counts of a rank that has these stages; a tied matrix that is embedding and head counts once."""
+        total: Counter[Axes] = Counter()
+        for axes, count in self.layer.items():
+            total[axes] += count * sum(len(stage.layers) for stage in stages)
+        first, last = any(stage.has_embedding for stage in stages), any(stage.has_head for stage in stages)
+        if last:
+            total.update(self.head)
+        if (first or (last and arch.mtp_num_layers)) and not (last and arch.tie_embeddings):
+            total.update(self.embedding)
+        return total
+
+
+class DataAxisTime(NamedTuple):
+    """Seconds per step of gradient reductions and of weight all-gathers, and of the last bucket's reduction."""
+
+    sums: TimeBreakdown
+    gathers: TimeBreakdown
+    tail_s: float
+
+
+def collectives_per_step(zero_stage: int, num_microbatches: int) -> tuple[int, int]:
+    """Return how often a step reduces gradients and all-gathers weights."""
+    return num_microbatches if zero_stage >= 2 else 1, 2 * num_microbatches if zero_stage == 3 else 1
+
+
+def data_axis_time(
+    counts: Counts, mesh: Mesh, machine: Machine, zero_stage: int, times: tuple[int, int], bucket_bytes: float
+) -> DataAxisTime:
+    """Return the time of a rank's parameters; `times` is the result of `collectives_per_step`."""
+    wide = max(machine.device.itemsize, 4)
+    itemsize, sums = machine.profile.reduce_itemsize or wide, TimeBreakdown()
+    tail = 0.0
+    shared = mesh.zero if zero_stage else ()
+    for axes, count in counts.items():
+        rest = tuple(axis for axis in axes if axis not in shared)
+        shards = tuple(axis for axis in shared if axis in axes)  # experts may be distributed over some of them
+        pieces, whole = _reduction_calls(shards, rest, count * itemsize, mesh), TimeBreakdown()
+        num_buckets = max(1.0, count * wide / bucket_bytes)
+        num_calls = num_buckets if machine.profile.reduces_buckets else 1.0
+        for call in pieces:
+            whole = whole.plus(exposed_time(call.axes, _in_pieces_s(call, num_calls, mesh, machine)))
+        sums = sums.plus(whole.scaled(times[0]))
+        tail += whole.total / num_buckets
+    total, ranks = sum(counts.values()), mesh.size(shared)
+    gather = Traffic("all_gather", shared, total * machine.device.itemsize * (ranks - 1) / ranks)
+    num_calls = max(1.0, total * wide / bucket_bytes) if machine.profile.reduces_buckets else 1.0
+    gather_s = times[1] * _in_pieces_s(gather, num_calls, mesh, machine) if shared else 0.0
+    gathers = exposed_time(shared, gather_s)
+    return DataAxisTime(sums, gathers, tail)
+
+
+def _in_pieces_s(call: Traffic, num: float, mesh: Mesh, machine: Machine) -> float:
+    """Return the seconds of a collective whose bytes are sent in `num` collectives."""
+    return num * machine.network.seconds(call._replace(wire_bytes=call.wire_bytes / num), mesh)
+
+
+def _reduction_calls(shared: Axes, rest: Axes, num_bytes: float, mesh: Mesh) -> list[Traffic]:
+    """Return the collectives that reduce gradients of `num_bytes`."""
+    calls = []
+    if shared:
+        ranks = mesh.size(shared)
+        calls.append(Traffic("reduce_scatter", shared, num_bytes * (ranks - 1) / ranks))
+        num_bytes /= ranks
+    if rest:
+        ranks = mesh.size(rest)
+        calls.append(Traffic("all_reduce", rest, 2 * num_bytes * (ranks - 1) / ranks))
+    return calls
+
+
+def partly_exposed(times: TimeBreakdown, waits_s: float, tax: float) -> TimeBreakdown:
+    """Return `waits_s` seconds of `times` as exposed, and the slowdown of the computation that hides the rest."""
+    if not times:
+        return times
+    share = min(waits_s / times.total, 1.0)
+    return times.scaled(share).plus(TimeBreakdown({SLOWDOWN: (1 - share) * times.total * tax}))
+
+
+class Interval(NamedTuple):
+    """Start and end of a computation, in seconds."""
+
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class ScheduleTimes:
+    """Times at which the stages of a schedule start and end.
+
+    Attributes:
+        total_s: seconds from the first start to the last end on any rank, for all microbatches.
+        simulated_s: the same for the simulated microbatches.
+        firsts, lasts: start and end of the first forward, and of the last backward, of each stage.
+    """
+
+    total_s: float
+    simulated_s: float
+    firsts: Mapping[int, Interval]
+    lasts: Mapping[int, Interval]
+
+
+def exposed_reduction_s(each: Mapping[int, DataAxisTime], line: ScheduleTimes, hidden_s: float) -> float:
+    """Return how long reductions outlast the schedule; those of a stage start, in order, with its last backward."""
+    end = 0.0
+    for stage in sorted(each, key=lambda stage: line.lasts[stage].start):
+        last, found = line.lasts[stage], each[stage]
+        rest = max(0.0, found.sums.total - hidden_s)
+        end = max(max(end, last.start) + rest, last.end + min(found.tail_s, rest))
+    return max(0.0, end - line.simulated_s)
+
+
+def exposed_gather_s(each: Mapping[int, DataAxisTime], line: ScheduleTimes, hidden_s: float) -> float:
+    """Return how long stages wait for their weights, which are all-gathered in order as layers need them."""
+    end, late = 0.0, 0.0
+    for stage in sorted(each, key=lambda stage: line.firsts[stage].start):
+        end += max(0.0, each[stage].gathers.total - hidden_s)
+        late = max(late, end - line.firsts[stage].end)
+    return late

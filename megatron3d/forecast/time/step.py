@@ -1,0 +1,431 @@
+"""Time of a training step: stages from layers, their simulated schedule, the exposed data axis, and the optimizer step.
+
+step = schedule of the stages + exposed communication of the data axis + optimizer step
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from megatron3d.config.run_spec import RunSpec
+from megatron3d.config.schema import ITEMSIZES
+from megatron3d.forecast.memory.activations import expected_load
+from megatron3d.forecast.memory.local_sizes import KERNELS, LocalSizes
+from megatron3d.forecast.memory.step_spec import typical_documents
+from megatron3d.forecast.time.breakdown import GEMMS, HOST, MEMORY, TimeBreakdown, TimePrediction, combine, exposed_time
+from megatron3d.forecast.time.data_axis import (
+    DataAxisTime,
+    Interval,
+    ParamCounts,
+    ScheduleTimes,
+    collectives_per_step,
+    data_axis_time,
+    exposed_gather_s,
+    exposed_reduction_s,
+    partly_exposed,
+)
+from megatron3d.forecast.time.experts import times_of_layer
+from megatron3d.forecast.time.hardware import (
+    Accelerator,
+    Cluster,
+    Network,
+    device_model,
+    load_accelerator,
+    load_cluster,
+)
+from megatron3d.forecast.time.layer import (
+    ConcatCopies,
+    LayerTimes,
+    LinearTime,
+    Machine,
+    OverlapModel,
+    concat_copies,
+    linears_backward,
+    linears_forward,
+)
+from megatron3d.forecast.time.practices import OURS, ExecutionProfile
+from megatron3d.model.spec import NO_RECOMPUTE, Architecture
+from megatron3d.model.stage_plan import Stage
+from megatron3d.ops.plan import LossChunk, relayout_traffic
+from megatron3d.parallel.matmul_plan import Traffic, crossing, flows
+from megatron3d.parallel.mesh import Mesh
+from megatron3d.pipeline.actions import ActionKind, Schedule
+from megatron3d.pipeline.schedules import num_microbatches
+from megatron3d.pipeline.simulate import StageTimes, execution_order, of_one_microbatch, times_of_order
+from megatron3d.pipeline.spec import Pipeline
+
+
+def host_floor(times: LayerTimes, local: LocalSizes, machine: Machine, repeats: bool = False) -> LayerTimes:
+    """Return a layer's times, none shorter than the host needs to launch its kernels.
+
+    A forward is a third of them; `repeats` says whether the backward also recomputes the forward.
+    """
+    third_s = 1e-6 * _host_us(local, machine) / 3
+    thirds = 1, 1 + repeats, 1, 2 + repeats
+
+    def floored(phase: TimeBreakdown, least_s: float) -> TimeBreakdown:
+        return phase.plus(TimeBreakdown({HOST: least_s - phase.total})) if phase.total < least_s else phase
+
+    return LayerTimes(*(floored(phase, count * third_s) for phase, count in zip(times, thirds, strict=True)))
+
+
+def _host_us(local: LocalSizes, machine: Machine) -> float:
+    """Return the microseconds that the hosts of a tensor-parallel group need for a layer."""
+    fitted, sizes = machine.profile.fitted, dict(local.mode.axes)
+    others = math.prod(sizes.values()) - 1
+    host_us = fitted.host_layer_us + others * fitted.host_tensor_us
+    if others and local.mesh.sizes["pipeline"] > 1:
+        host_us += fitted.host_pipeline_us + others * fitted.host_pipeline_tensor_us
+    return host_us * float(machine.network.num_nodes(local.mesh, tuple(sizes)) ** fitted.host_nodes)
+
+
+def embedding_times(local: LocalSizes, machine: Machine) -> tuple[TimeBreakdown, TimeBreakdown]:
+    """Return forward and backward of the embedding; backward accumulates rows in fp32."""
+    arch, plan = local.arch, local.mode.embed
+    size = machine.device.itemsize
+    sent = flows(plan, local.mesh, local.num_tokens, arch.hidden_size, arch.padded_vocab_size, size)
+    over = OverlapModel(machine, local.mesh, 1)
+    rows = local.part(local.num_tokens, plan.m) * local.part(arch.hidden_size, plan.n)
+    table = local.part(arch.padded_vocab_size, plan.k) * local.part(arch.hidden_size, plan.n)
+    forward = TimeBreakdown({MEMORY: machine.device.memory_bound_s(4 * rows * size, 4)})
+    backward = TimeBreakdown(
+        {MEMORY: machine.device.memory_bound_s(rows * (2 * size + 4 + 8) + table * (4 + 4 + size), 5)}
+    )
+    return (
+        combine((forward, over.exposed(sent.gather_w), over.exposed(sent.reduce_y))),
+        combine((backward, over.exposed(sent.gather_dy), over.exposed(sent.reduce_dw))),
+    )
+
+
+def head_times(local: LocalSizes, machine: Machine, chunk: LossChunk) -> TimeBreakdown:
+    """Return the time of LM head and loss with their gradients, which are computed together with the loss.
+
+    Each chunk of tokens has a GEMM for its logits, dX and dW; dW is added to main_grad, or to a buffer that is reduced.
+    """
+    arch, plan = local.arch, local.mode.expand
+    device = machine.device
+    sizes = local.num_tokens, arch.padded_vocab_size, arch.hidden_size, device.itemsize
+    sent = flows(plan, local.mesh, *sizes, max(device.itemsize, machine.profile.wgrad_itemsize))
+    copied = concat_copies(plan, local.mesh, *sizes) if machine.profile.copies_concats else ConcatCopies()
+    over, live = OverlapModel(machine, local.mesh, 1), plan.on(local.mesh)
+    tokens, columns = local.num_tokens / local.mesh.size(plan.m), arch.padded_vocab_size / local.mesh.size(plan.n)
+    features = arch.hidden_size / local.mesh.size(plan.k)
+    num_chunks = count_chunks(local, machine, chunk)
+    product = device.gemm_s(tokens / num_chunks, columns, features)
+    kept = local.mesh.size(live.dy)
+    logit_bytes, num_kernels = loss_bytes(machine)
+    logits = device.memory_bound_s(tokens * columns / kept * logit_bytes, num_kernels * num_chunks)
+    adding = machine.accumulation_s(columns * features, 0.0 if sent.reduce_dw else product)
+    adding *= 1 if sent.reduce_dw else num_chunks
+    norm = machine.profile.norm
+    normed = device.memory_bound_s(local.tokens * local.hidden * (norm.forward + norm.backward) * device.itemsize, 2)
+    vocabulary = local.mesh.nontrivial(plan.y_layout[1])
+    ranks = local.mesh.size(vocabulary)
+    sums = Traffic("all_reduce", vocabulary, 3 * 4 * tokens / kept * 2 * (ranks - 1) / ranks)
+    gemms = TimeBreakdown({GEMMS: 3 * num_chunks * product})
+    return combine(
+        (
+            gemms.plus(TimeBreakdown({MEMORY: logits + adding + normed + device.memory_bound_s(sum(copied))})),
+            *(over.exposed(calls) for calls in sent),
+            exposed_time(vocabulary, machine.network.seconds(sums, local.mesh)) if vocabulary else TimeBreakdown(),
+        )
+    )
+
+
+def count_chunks(local: LocalSizes, machine: Machine, chunk: LossChunk) -> int:
+    """Return the chunks of a microbatch's tokens whose logits exist at a time; 1 for a framework that has none."""
+    if machine.profile.logit_bytes is not None:
+        return 1
+    plan = local.mode.expand.on(local.mesh)
+    token_bytes = local.part(local.arch.padded_vocab_size, plan.n) * max(machine.device.itemsize, 4)
+    return -(-local.tokens // chunk.rows(local.tokens, token_bytes, plan, local.mesh))
+
+
+def loss_bytes(machine: Machine) -> tuple[float, int]:
+    """Return the bytes that the loss and its gradient move per logit, the GEMMs not included, and their kernels.
+
+    This framework's, where the profile gives none: on GPUs two fused kernels read the fp32 logits, read them again and
+    write the gradient (`ops/triton_cross_entropy.py`).  Otherwise maximum (1 access), difference and exponential (4),
+    sum (1) and scale (2) of `ops/cross_entropy.py`, and casts of narrower logits and gradients.
+    """
+    given, size = machine.profile.logit_bytes, machine.device.itemsize
+    if given is not None:
+        return given, 10
+    wide = max(size, 4)
+    if machine.on_gpu and wide == 4:
+        return 2 * wide + size, 2
+    casts = 2 * (size + wide) if size < wide else 0
+    return 8 * wide + casts, 10
+
+
+Ends = tuple[TimeBreakdown, TimeBreakdown]
+
+
+def module_times(
+    local: LocalSizes, machine: Machine, layer: LayerTimes, embedding: Ends, head: TimeBreakdown
+) -> dict[ActionKind, TimeBreakdown]:
+    """Return the times of one module by kind of computation; `embedding` are those of its forward and its backward."""
+    rest, none = ahead_times(local, machine), TimeBreakdown()
+    ends = embedding[0].plus(head), none, embedding[1], embedding[1]
+    kinds = ActionKind.F, ActionKind.I, ActionKind.W, ActionKind.B
+    return {kind: combine(times) for kind, *times in zip(kinds, layer, rest, ends, strict=True)}
+
+
+def ahead_times(local: LocalSizes, machine: Machine) -> LayerTimes:
+    """Return the times of a module of multi-token prediction without its layer, its embedding and its LM head.
+
+    They are two norms, two linears and their sum, and the all-gathers back to the layout of the residual stream.
+    """
+    planned = {name: LinearTime.of(matmul, local, machine) for name, matmul in local.mtp_matmuls.items()}
+    over = OverlapModel(machine, local.mesh, local.overlap.num_panels)
+    mode, size, norm = local.mode, machine.device.itemsize, machine.profile.norm
+    elements, whole_bytes = local.tokens * local.hidden, local.num_tokens * local.arch.hidden_size * size
+    changes = [(mode.inner, mode.residual), (mode.residual, mode.inner)]
+    there, back = (over.exposed(relayout_traffic(*layouts, local.mesh, whole_bytes)) for layouts in changes)
+    normed, unnormed = (
+        TimeBreakdown({MEMORY: 2 * machine.device.memory_bound_s(elements * (passes + add) * size, 2)})
+        for passes, add in ((norm.forward, 1.5), (norm.backward, 0))
+    )
+    forward = combine((linears_forward(planned, over, local, machine), normed, there))
+    back_i, back_w, whole = linears_backward(planned, over, local, machine)
+    again = forward if local.recompute.recomputes_ahead else TimeBreakdown()
+    return LayerTimes(
+        forward, combine((back_i, unnormed, back, again)), back_w, combine((whole, unnormed, back, again))
+    )
+
+
+def load_machine(cluster_name: str, precision: str, num_ranks: int, profile: ExecutionProfile = OURS) -> Machine:
+    """Load a cluster and its accelerator as the machine of `num_ranks` ranks."""
+    cluster = load_cluster(cluster_name)
+    return make_machine(cluster, load_accelerator(cluster.accelerator), precision, num_ranks, profile)
+
+
+def make_machine(
+    cluster: Cluster, accelerator: Accelerator, precision: str, num_ranks: int, profile: ExecutionProfile = OURS
+) -> Machine:
+    """Return the machine of a cluster of accelerators; ranks that share CPU cores slow each other down."""
+    slowdown = cluster.slowdown(num_ranks)
+    computes = device_model(accelerator, precision, ITEMSIZES[precision], slowdown)
+    computes = replace(computes, fitted=profile.fitted)
+    return Machine(computes, Network(cluster, slowdown, profile.fitted), profile)
+
+
+def as_configured(machine: Machine, spec: RunSpec) -> Machine:
+    """Return the machine with the kernels that a run uses, eager or compiled, and its dtype of reduced gradients."""
+    if spec.config.train.tp_grad_reduce_in_bf16:
+        machine = replace(machine, profile=replace(machine.profile, wgrad_itemsize=0))
+    return machine.compiled() if spec.compiles(machine.on_gpu) else machine
+
+
+def predict_time(spec: RunSpec, machine: Machine) -> TimePrediction:
+    """Predict the step time of a valid run on a machine."""
+    return step_time(simulated_step(spec, machine))
+
+
+@dataclass(frozen=True)
+class SimulatedStep:
+    """The inputs of a step's simulation."""
+
+    local: LocalSizes
+    pipeline: Pipeline
+    num_microbatches: int
+    zero_stage: int
+    bucket_bytes: float
+    loss_chunk: LossChunk
+    machine: Machine
+    shorter: Schedule | None = None
+
+    @cached_property
+    def held(self) -> ParamCounts:
+        """Number of parameters that a rank holds."""
+        return ParamCounts.of(self.arch, self.local.mode, self.mesh)
+
+    @property
+    def mesh(self) -> Mesh:
+        """Mesh of the run."""
+        return self.local.mesh
+
+    @property
+    def waits_for_none(self) -> bool:
+        """Whether ranks start their optimizer step without waiting for each other, so that the slowest rank decides."""
+        schedule = self.pipeline.schedule
+        return self.machine.profile.validates_later and any(
+            kind is ActionKind.W for computations in of_one_microbatch(schedule) for _, kind in computations
+        )
+
+    @property
+    def arch(self) -> Architecture:
+        """Architecture of the model."""
+        return self.local.arch
+
+
+def simulated_step(spec: RunSpec, machine: Machine) -> SimulatedStep:
+    """Return the simulation inputs of a valid run; of many microbatches only a few are simulated."""
+    train, zero_stage = spec.config.train, spec.config.parallel.zero_stage
+    sizes = train.micro_batch_size, ITEMSIZES[train.precision]
+    local = LocalSizes(spec.arch, spec.mode, spec.mesh, *sizes, spec.recompute, spec.overlap, KERNELS["gpu"])
+    local = replace(local, documents=typical_documents(spec))
+    local = replace(local, expert_load=expected_load(local, spec.config.parallel.expert_load_imbalance))
+    simulated, shorter = simulated_specs(spec)
+    rest = shorter.schedule if shorter else None
+    machine = as_configured(machine, spec)
+    counts = spec.num_microbatches, zero_stage, spec.bucket_bytes(machine.on_gpu)
+    return SimulatedStep(local, simulated.pipeline, *counts, spec.loss_chunk(machine.on_gpu), machine, shorter=rest)
+
+
+def simulated_specs(spec: RunSpec) -> tuple[RunSpec, RunSpec | None]:
+    """Return the run with the microbatches to simulate, and one with a period of the schedule less.
+
+    Further microbatches repeat the steady state if these are a multiple of the ranks, or a rank has one stage.
+    """
+    ranks, num = spec.mesh.sizes["pipeline"], spec.num_microbatches
+    virtual = 0 if spec.has_schedule_file else spec.num_virtual_stages
+    is_steady = virtual == 1 or (virtual > 1 and num % ranks == 0)
+    if num <= 4 * ranks or not is_steady:
+        return spec, None
+    count = 3 * ranks + num % ranks
+    return spec.with_microbatches(count), spec.with_microbatches(count - ranks)
+
+
+def step_time(step: SimulatedStep) -> TimePrediction:
+    """Simulate a step and return its time."""
+    durations = stage_times(step)
+    ranks = range(step.pipeline.num_ranks)
+    busy = _computations(step, durations)
+    line = schedule_times(step, durations)
+    worst = max(ranks, key=lambda rank: busy[rank].total)
+    waits = max(exposed_data_axis(step, busy, line), key=lambda each: each.total)
+    optimizer = max(_optimizer_s(step, rank) for rank in ranks)
+    parts = busy[worst].plus(waits)
+    bubble = max(0.0, line.total_s - busy[worst].total)
+    whole_s = line.total_s + waits.total + optimizer
+    late_s = whole_s * step.machine.profile.fitted.jitter * math.log2(step.mesh.size(step.mesh.zero))
+    return TimePrediction(whole_s + late_s, parts, bubble + late_s, optimizer)
+
+
+Durations = Mapping[tuple[int, ActionKind], TimeBreakdown]
+
+
+def stage_times(step: SimulatedStep) -> Durations:
+    """Return the seconds of each kind of computation of each stage, for one microbatch."""
+    local, machine = step.local, step.machine
+    kinds = {each.layer: _times_of_kind(each, machine) for each, _ in local.by_kind(range(local.arch.num_layers))}
+    embedding, head = embedding_times(local, machine), head_times(local, machine, step.loss_chunk)
+    blocked = TimeBreakdown() if machine.profile.overlaps_pipeline else stage_transfer_time(step)
+    found: dict[tuple[int, ActionKind], TimeBreakdown] = {}
+    for stage in step.pipeline.stages:
+        times = _stage(local, stage, kinds)
+        if stage.has_embedding:
+            times[ActionKind.F] = times[ActionKind.F].plus(embedding[0])
+            times |= {kind: times[kind].plus(embedding[1]) for kind in (ActionKind.B, ActionKind.W)}
+        if stage.has_head:
+            times[ActionKind.F] = times[ActionKind.F].plus(head)
+            layer = kinds[local.layer_ahead.layer][local.recompute.recomputes_ahead]
+            ahead = module_times(local, machine, layer, embedding, head)
+            times = {kind: each.plus(ahead[kind].scaled(local.arch.mtp_num_layers)) for kind, each in times.items()}
+        for kind in (ActionKind.F, ActionKind.B, ActionKind.I):
+            times[kind] = times[kind].plus(blocked)
+        found |= {(stage.index, kind): each for kind, each in times.items()}
+    return found
+
+
+def _times_of_kind(local: LocalSizes, machine: Machine) -> tuple[LayerTimes, LayerTimes]:
+    """Return the times of a layer that keeps its activations, and of one that is recomputed."""
+    full = local.recompute.granularity == "full"
+    kept = replace(local, recompute=NO_RECOMPUTE) if full else local
+    plain = host_floor(times_of_layer(kept, machine), local, machine)
+    return plain, host_floor(times_of_layer(local, machine), local, machine, repeats=True) if full else plain
+
+
+def _stage(
+    local: LocalSizes, stage: Stage, kinds: Mapping[int, tuple[LayerTimes, LayerTimes]]
+) -> dict[ActionKind, TimeBreakdown]:
+    runs = local.recompute.runs(stage.layers)
+    layers = [
+        (kinds[each.layer][run.is_recomputed], count) for run in runs for each, count in local.by_kind(run.layers)
+    ]
+    actions = (ActionKind.F, ActionKind.I, ActionKind.W, ActionKind.B)
+    return {kind: combine(times[place].scaled(count) for times, count in layers) for place, kind in enumerate(actions)}
+
+
+def stage_transfer_time(step: SimulatedStep) -> TimeBreakdown:
+    """Return the time to send the residual stream to the next pipeline rank."""
+    local, machine = step.local, step.machine
+    mesh = step.mesh
+    if mesh.sizes["pipeline"] == 1:
+        return TimeBreakdown()
+    copies = local.mode.copies if machine.profile.scatters_pipeline else ()
+    size = machine.device.itemsize
+    calls = crossing(local.mode.residual, copies, mesh, local.num_tokens, local.arch.hidden_size, size)
+    return combine(exposed_time(call.axes, machine.network.seconds(call, mesh)) for call in calls)
+
+
+def schedule_times(step: SimulatedStep, durations: Durations) -> ScheduleTimes:
+    """Simulate the schedule; the steady state of many microbatches is multiplied instead.
+
+    A further microbatch takes at least the own work of the busiest rank: with unequal stages, the first periods still
+    fill the queues before it and are shorter.
+    """
+    seconds = {key: times.total for key, times in durations.items()}
+    hop = stage_transfer_time(step).total if step.machine.profile.overlaps_pipeline else 0.0
+    own = step.waits_for_none
+
+    def simulated(schedule: Schedule) -> tuple[StageTimes, float]:
+        order = execution_order(schedule)
+        times = times_of_order(order, tuple(seconds[kind] for kind in order.kinds), hop)
+        return times, times.cost if own else times.makespan
+
+    times, total = simulated(step.pipeline.schedule)
+    if step.shorter is not None:
+        count = num_microbatches(step.pipeline.schedule)
+        period_s = (total - simulated(step.shorter)[1]) / (count - num_microbatches(step.shorter))
+        busiest_s = max(busy.total for busy in _computations(step, durations))
+        total += (step.num_microbatches - count) * max(period_s, busiest_s / step.num_microbatches)
+    spans = [{stage: Interval(*ends) for stage, ends in table.items()} for table in (times.firsts, times.lasts)]
+    return ScheduleTimes(total, times.makespan, *spans)
+
+
+def _computations(step: SimulatedStep, durations: Durations) -> Sequence[TimeBreakdown]:
+    """Return each rank's computation of all microbatches."""
+    each = of_one_microbatch(step.pipeline.schedule)
+    return [combine(map(durations.__getitem__, kinds)).scaled(step.num_microbatches) for kinds in each]
+
+
+def _param_counts(step: SimulatedStep, stages: Sequence[Stage]) -> Mapping[tuple[str, ...], int]:
+    return step.held.on_rank(step.arch, stages)
+
+
+def exposed_data_axis(
+    step: SimulatedStep, busy: Sequence[TimeBreakdown], line: ScheduleTimes
+) -> Iterator[TimeBreakdown]:
+    """Yield the communication of each rank's data axis that is exposed after the schedule.
+
+    Args:
+        busy: computation of each rank.
+    """
+    m, zero = step.num_microbatches, step.zero_stage
+    profile, tax = step.machine.profile, step.machine.device.comm_tax
+    alike: dict[object, DataAxisTime] = {}  # most stages differ in their index alone
+
+    def of_stage(stage: Stage) -> DataAxisTime:
+        if (kind := (len(stage.layers), stage.has_embedding, stage.has_head)) not in alike:
+            counts, times = _param_counts(step, [stage]), collectives_per_step(zero, m)
+            alike[kind] = data_axis_time(counts, step.mesh, step.machine, zero, times, step.bucket_bytes)
+        return alike[kind]
+
+    for rank, computation in enumerate(busy):
+        each = {stage.index: of_stage(stage) for stage in step.pipeline.on_rank(rank)}
+        sums, gathers = combine(one.sums for one in each.values()), combine(one.gathers for one in each.values())
+        steady = computation.total * (1 - 1 / m)  # all microbatches but one, with which their communication overlaps
+        late = exposed_reduction_s(each, line, steady * (zero >= 2)) if profile.overlaps_reduction else sums.total
+        early = exposed_gather_s(each, line, steady * (zero == 3)) if profile.overlaps_gather else gathers.total
+        yield partly_exposed(sums, late, tax).plus(partly_exposed(gathers, early, tax))
+
+
+def _optimizer_s(step: SimulatedStep, rank: int) -> float:
+    ranks = step.mesh.size(step.mesh.zero) if step.zero_stage else 1
+    mine = sum(_param_counts(step, step.pipeline.on_rank(rank)).values()) / ranks
+    return step.machine.device.memory_bound_s(mine * step.machine.profile.optimizer_bytes, 8)

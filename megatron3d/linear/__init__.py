@@ -1,0 +1,1 @@
+"""Linears: the one matmul, its GEMMs, its collectives, and the ways of weight gradients to main_grad."""

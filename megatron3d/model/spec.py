@@ -1,0 +1,458 @@
+"""Architecture of a model with every default resolved, the kind of each layer, and activation recomputation.
+
+Activation recomputation as Megatron defines it (Korthikanti et al. 2022, arXiv:2205.05198).
+
+selective   some modules of every layer: "core_attn" from the output of qkv to the input of proj, "mlp_act" from the
+            output of fc1 to the input of fc2; with "core_attn", "mla_up_proj" from the latents of attention on
+full        whole layers, of which only the input is saved: all of a stage in runs of `num_layers` ("uniform"), or
+            the first `num_layers` of each stage one by one ("block"); "uniform" includes multi-token prediction
+
+Saved activations may be offloaded to host memory.
+
+The kind of each layer, by its index in the whole model, so that it does not depend on the division into stages.
+
+A kind repeats along a short pattern over depth; this is the one place that reads the keys which choose it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, fields
+from typing import Any, NamedTuple
+
+from pydantic import JsonValue
+
+from megatron3d.attention.rotary_spec import Rotary, RotaryScaling
+from megatron3d.experts.spec import GLOBAL, Balance, Experts
+
+GRANULARITIES = ("none", "selective", "full")
+CORE_ATTN, MLP_ACT, MLA_UP_PROJ = MODULES = ("core_attn", "mlp_act", "mla_up_proj")
+UNIFORM, BLOCK = METHODS = ("uniform", "block")
+
+
+class LayerRun(NamedTuple):
+    """Consecutive layers that are recomputed together, if they are recomputed; a single one if it is only offloaded."""
+
+    layers: range
+    is_recomputed: bool
+    is_offloaded: bool = False
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Layers and modules that are recomputed in backward, and whether saved activations are offloaded."""
+
+    granularity: str = "none"
+    modules: frozenset[str] = frozenset({CORE_ATTN})
+    method: str = UNIFORM
+    num_layers: int = 1
+    offloads: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.granularity in GRANULARITIES, f"granularity {self.granularity} is none of {GRANULARITIES}"
+        assert self.modules <= set(MODULES), f"modules {set(self.modules)} are not all among {MODULES}"
+        assert self.method in METHODS, f"method {self.method} is none of {METHODS}"
+
+    def recomputes(self, module: str) -> bool:
+        """Return whether a module of each layer is recomputed on its own."""
+        return self.granularity == "selective" and module in self.modules
+
+    @property
+    def recomputes_ahead(self) -> bool:
+        """Whether each module of multi-token prediction is recomputed as a whole."""
+        return self.granularity == "full" and self.method == UNIFORM
+
+    def runs(self, layers: range) -> Sequence[LayerRun]:
+        """Return the layers of a stage as runs, in order."""
+        recomputed, rest = list[range](), layers
+        if self.granularity == "full" and self.method == UNIFORM:
+            recomputed, rest = (
+                [layers[i : i + self.num_layers] for i in range(0, len(layers), self.num_layers)],
+                range(0),
+            )
+        elif self.granularity == "full":
+            recomputed, rest = [range(n, n + 1) for n in layers[: self.num_layers]], layers[self.num_layers :]
+        others = [range(n, n + 1) for n in rest] if self.offloads else [rest]
+        return [
+            *(LayerRun(each, True, self.offloads) for each in recomputed),
+            *(LayerRun(each, False, self.offloads) for each in others),
+        ]
+
+
+NO_RECOMPUTE = Recompute()
+
+
+GATED = frozenset({"swiglu", "geglu", "geglu_tanh", "clamped_swiglu"})
+
+# Norms of a layer by `norm_placement`: on the inputs of attention and MLP, on their outputs, or both.
+NORM_SITES: Mapping[str, tuple[str, ...]] = {
+    "pre": ("input_norm", "post_attention_norm"),
+    "post": ("attention_output_norm", "mlp_output_norm"),
+    "sandwich": ("input_norm", "attention_output_norm", "post_attention_norm", "mlp_output_norm"),
+}
+
+# Tensors of a norm, weight and bias, by `normalization`.
+NORM_TENSORS: Mapping[str, int] = {"LayerNorm": 2, "RMSNorm": 1, "PlainLayerNorm": 0}
+
+
+@dataclass(frozen=True)
+class Family:
+    """Defaults of a model family for keys that the configuration leaves open."""
+
+    position_embedding_type: str
+    normalization: str
+    activation: str
+    add_bias_linear: bool
+    tie_embeddings: bool
+
+
+FAMILIES: Mapping[str, Family] = {
+    "gpt2": Family("learned_absolute", "LayerNorm", "gelu_tanh", add_bias_linear=True, tie_embeddings=True),
+    "llama": Family("rope", "RMSNorm", "swiglu", add_bias_linear=False, tie_embeddings=False),
+}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Hyperparameters of the model with every None of the configuration resolved.
+
+    Fields with a default came later than the first checkpoints, which lack them.
+
+    Attributes:
+        add_qkv_bias, add_mlp_bias: None where they are as `add_bias_linear`.
+        no_rope_freq: pattern that repeats over depth, 1 for a layer without rotary positions; empty: none.
+        window: keys that a query sees, itself included; None: all before it.
+        rotary_interleaved: RoPE rotates neighbouring channels, not those of both halves of a head.
+        q_lora_rank, kv_lora_rank: sizes of the latents of queries, and of keys and values; None: queries come from the
+            residual stream, and so do keys and values.
+        qk_head_dim, qk_pos_emb_head_dim, v_head_dim: with latents, sizes of a head's queries without and with positions
+            and of its values; `kv_channels` is then the larger of both queries' sum and the values.
+        window_pattern: pattern that repeats over depth, 0 for a layer without the window; empty: every layer has it.
+        rope_local_base_freq: base of rotary positions, unscaled, in layers with the window; None: as in the others.
+        use_parallel_residual: attention and MLP read the same residual stream, and both are added to it.
+        residual_scale: factor of what attention and MLP add to the residual stream.
+        softmax_type: whether a constant or learned logit of each head joins the denominator of its softmax.
+        experts: mixture of experts of some layers or all; None: every layer has an MLP.
+    """
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
+    seq_length: int
+    max_position_embeddings: int
+    vocab_size: int
+    padded_vocab_size: int
+    position_embedding_type: str
+    rotary_base: float
+    normalization: str
+    norm_epsilon: float
+    activation: str
+    add_bias_linear: bool
+    tie_embeddings: bool
+    qk_layernorm: bool
+    hidden_dropout: float
+    attention_dropout: float
+    init_method_std: float
+    add_qkv_bias: bool | None = None
+    add_mlp_bias: bool | None = None
+    apply_layernorm_1p: bool = False
+    norm_placement: str = "pre"
+    qk_layernorm_scope: str = "head"
+    attention_output_gate: bool = False
+    embedding_scale: float = 1.0
+    softmax_scale: float | None = None
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+    rotary_scaling: RotaryScaling | None = None
+    rotary_percent: float = 1.0
+    no_rope_freq: tuple[int, ...] = ()
+    window: int | None = None
+    window_pattern: tuple[int, ...] = ()
+    rope_local_base_freq: float | None = None
+    attention_softcap: float | None = None
+    softmax_type: str = "vanilla"
+    use_parallel_residual: bool = False
+    experts: Experts | None = None
+    balance: Balance | None = None
+    mtp_num_layers: int = 0
+    mtp_loss_scaling_factor: float = 0.1
+    rotary_interleaved: bool = False
+    q_lora_rank: int | None = None
+    kv_lora_rank: int | None = None
+    qk_head_dim: int = 0
+    qk_pos_emb_head_dim: int = 0
+    v_head_dim: int = 0
+    residual_scale: float = 1.0
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether attention is multi-head latent attention (`LatentAttention`)."""
+        return self.kv_lora_rank is not None
+
+    @property
+    def latent_sizes(self) -> tuple[int, ...]:
+        """Sizes of the normalized latents of attention."""
+        return tuple(size for size in (self.q_lora_rank, self.kv_lora_rank) if size is not None)
+
+    @property
+    def key_size(self) -> int:
+        """Size of a head's queries and keys; kernels see `kv_channels`, with zeros behind the shorter of both."""
+        return self.qk_head_dim + self.qk_pos_emb_head_dim if self.is_latent else self.kv_channels
+
+    @property
+    def value_size(self) -> int:
+        """Size of a head's values and output."""
+        return self.v_head_dim if self.is_latent else self.kv_channels
+
+    @property
+    def query_scale(self) -> float:
+        """Factor of queries before kernels that divide scores by the root of `kv_channels`."""
+        if self.softmax_scale is not None:
+            return float(self.softmax_scale * self.kv_channels**0.5)
+        return 1.0 if self.key_size == self.kv_channels else math.sqrt(self.kv_channels / self.key_size)
+
+    @property
+    def norm_sites(self) -> tuple[str, ...]:
+        """The norms of a layer on the residual stream, in the order of the forward pass."""
+        return NORM_SITES[self.norm_placement]
+
+    @property
+    def num_norm_tensors(self) -> int:
+        """Tensors of a norm: weight and bias, the weight alone, or none."""
+        return NORM_TENSORS[self.normalization]
+
+    @property
+    def is_rms_norm(self) -> bool:
+        """Whether norms divide by the root mean square; else they subtract the mean first."""
+        return self.normalization == "RMSNorm"
+
+    @property
+    def has_vanilla_softmax(self) -> bool:
+        """Whether attention's weights are the softmax of its scores, neither capped nor with sinks."""
+        return self.attention_softcap is None and self.softmax_type == "vanilla"
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        """Whether the projections to queries, keys and values have a bias."""
+        return self.add_bias_linear if self.add_qkv_bias is None else self.add_qkv_bias
+
+    @property
+    def has_mlp_bias(self) -> bool:
+        """Whether the linears of the MLP have a bias."""
+        return self.add_bias_linear if self.add_mlp_bias is None else self.add_mlp_bias
+
+
+LAYOUT_FIELDS = frozenset({"padded_vocab_size"})
+# Fields that consist of fields.
+_NESTED: Mapping[str, Any] = {"rotary_scaling": RotaryScaling, "experts": Experts, "balance": Balance}
+
+
+# Fields that no parameter depends on, so that a model may be trained on with other values of them.
+FREE_FIELDS = frozenset(
+    {
+        "seq_length",
+        "max_position_embeddings",
+        "rotary_base",
+        "rotary_scaling",
+        "rope_local_base_freq",
+        "window",
+        "window_pattern",
+        "hidden_dropout",
+        "attention_dropout",
+        "init_method_std",
+        "balance",
+        "mtp_loss_scaling_factor",
+    }
+)
+
+
+class FieldChange(NamedTuple):
+    """A field whose value in a checkpoint is not that of a model."""
+
+    name: str
+    saved: JsonValue
+    own: JsonValue
+
+
+def architecture_record(arch: Architecture) -> dict[str, JsonValue]:
+    """Return the fields that a checkpoint stores: not those of the layout, nor those at their default."""
+    values, later = _record(arch), _later_fields()
+    return {name: value for name, value in values.items() if name not in later or value != later[name]}
+
+
+def changed_fields(record: Mapping[str, JsonValue], arch: Architecture) -> list[FieldChange]:
+    """Return the fields of a checkpoint's architecture that differ from those of a model."""
+    own, saved = _record(arch), {**_later_fields(), **{name: _filled(name, value) for name, value in record.items()}}
+    names = dict.fromkeys((*own, *saved))
+    return [FieldChange(name, saved.get(name), own.get(name)) for name in names if saved.get(name) != own.get(name)]
+
+
+def is_longer_table(change: FieldChange, arch: Architecture) -> bool:
+    """Return whether a change is of the number of learned positions, each of which is a parameter."""
+    return change.name == "max_position_embeddings" and arch.position_embedding_type == "learned_absolute"
+
+
+def may_change(change: FieldChange, arch: Architecture) -> bool:
+    """Return whether the weights of a checkpoint fit a model in spite of this difference."""
+    return change.name in FREE_FIELDS and not is_longer_table(change, arch)
+
+
+def _record(arch: Architecture) -> dict[str, JsonValue]:
+    return {name: _plain(value) for name, value in asdict(arch).items() if name not in LAYOUT_FIELDS}
+
+
+def _later_fields() -> dict[str, JsonValue]:
+    """Return the fields that old checkpoints lack, with the value that their models have."""
+    return {field.name: _plain(field.default) for field in fields(Architecture) if field.default is not MISSING}
+
+
+def architecture_of_record(record: Mapping[str, JsonValue]) -> Architecture:
+    """Return the architecture of a checkpoint, without padding of the vocabulary.
+
+    Raises KeyError, TypeError or ValueError where an incompatible version wrote it.
+    """
+    values: dict[str, object] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in record.items()
+    }
+    for name, kind in _NESTED.items():
+        if isinstance(inner := record.get(name), dict):
+            values[name] = kind(**{key: tuple(each) if isinstance(each, list) else each for key, each in inner.items()})
+    return Architecture(**values, padded_vocab_size=record["vocab_size"])  # type: ignore[arg-type]
+
+
+def _filled(name: str, value: JsonValue) -> JsonValue:
+    """Return a saved field; one that consists of fields gets those that came after it was saved, at their default."""
+    if name not in _NESTED or not isinstance(value, dict):
+        return value
+    later = {each.name: _plain(each.default) for each in fields(_NESTED[name]) if each.default is not MISSING}
+    return {**{key: default for key, default in later.items() if default is not None}, **value}
+
+
+def _plain(value: object) -> JsonValue:
+    """Return a value as JSON would give it back, without entries that are None."""
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items() if each is not None}
+    return [_plain(each) for each in value] if isinstance(value, tuple) else value  # type: ignore[return-value]
+
+
+def default_ffn_hidden_size(hidden_size: int, activation: str) -> int:
+    """Return 4 hidden; for gated activations, which have three weights, 8/3 hidden rounded up to a multiple of 256."""
+    return -(-8 * hidden_size // 3 // 256) * 256 if activation in GATED else 4 * hidden_size
+
+
+# State of each router between steps by its name in checkpoints: the bias of its choice, the load of the step before.
+EXPERT_BIAS, LOAD = "expert_bias", "load"
+# Columns of a router's counts besides those of the experts: entropy, dropped choices, least and largest bias.
+COUNTS_BESIDES = 4
+
+
+@dataclass(frozen=True)
+class AttentionKind:
+    """Attention of one layer.
+
+    Attributes:
+        rotary: None: its queries and keys are not rotated.
+        window: keys that a query sees, itself included; None: all before it.
+    """
+
+    rotary: Rotary | None
+    window: int | None = None
+
+
+def attention_kind(arch: Architecture, layer: int) -> AttentionKind:
+    """Return the attention of a layer, counted from 0 in the whole model."""
+    pattern = arch.no_rope_freq
+    skips = bool(pattern) and bool(pattern[layer % len(pattern)])
+    has_rotary = arch.position_embedding_type == "rope" and not skips
+    size = arch.qk_pos_emb_head_dim if arch.is_latent else int(arch.kv_channels * arch.rotary_percent)
+    windows = arch.window_pattern or (1,)
+    window = arch.window if windows[layer % len(windows)] else None
+    rotary = Rotary(arch.rotary_base, size, arch.rotary_scaling, arch.rotary_interleaved)
+    if window is not None and arch.rope_local_base_freq is not None:
+        rotary = Rotary(arch.rope_local_base_freq, size, interleaved=arch.rotary_interleaved)
+    return AttentionKind(rotary if has_rotary else None, window)
+
+
+def has_experts(arch: Architecture, layer: int) -> bool:
+    """Return whether a layer, counted from 0 in the whole model, has a mixture of experts in place of its MLP."""
+    if arch.experts is None:
+        return False
+    pattern = arch.experts.layers
+    return not pattern or bool(pattern[layer % len(pattern)])
+
+
+def expert_layers(arch: Architecture) -> tuple[int, ...]:
+    """Return the layers that have a mixture of experts."""
+    return tuple(layer for layer in range(arch.num_layers) if has_experts(arch, layer))
+
+
+def router_names(arch: Architecture) -> list[str]:
+    """Return the path of every router of the model, in the order of the forward pass."""
+    layers = [f"layers.{layer}" for layer in expert_layers(arch)]
+    if arch.num_layers and has_experts(arch, arch.num_layers - 1):
+        layers += [f"mtp.{depth}.layer" for depth in range(arch.mtp_num_layers)]
+    return [f"{layer}.mlp.router" for layer in layers]
+
+
+def counts_shape(arch: Architecture) -> tuple[int, int]:
+    """Return the shape of what all routers of a model count in a step, in fp64."""
+    return len(router_names(arch)), (arch.experts.num_experts + COUNTS_BESIDES if arch.experts else 0)
+
+
+def counts_each_step(arch: Architecture) -> bool:
+    """Return whether routers count in every step, since the next one needs it, and not only where they are watched."""
+    has_bias = arch.experts is not None and arch.experts.has_expert_bias
+    return has_bias or (arch.balance or Balance()).loss == GLOBAL
+
+
+def pattern_length(arch: Architecture) -> int:
+    """Return the number of layers after which the kinds repeat."""
+    experts = len(arch.experts.layers) if arch.experts else 0
+    return math.lcm(len(arch.no_rope_freq) or 1, len(arch.window_pattern) or 1, experts or 1)
+
+
+def layer_counts(arch: Architecture, layers: Iterable[int]) -> Mapping[int, int]:
+    """Return how many of these layers are of each place in the pattern; a place is also the first layer there."""
+    length = pattern_length(arch)
+    return Counter(layer % length for layer in layers)
+
+
+def attention_kinds(arch: Architecture) -> tuple[AttentionKind, ...]:
+    """Return the distinct attention kinds of all layers, in the order in which they first occur."""
+    return tuple(dict.fromkeys(attention_kind(arch, place) for place in layer_counts(arch, range(arch.num_layers))))
+
+
+def rotaries(arch: Architecture) -> tuple[Rotary, ...]:
+    """Return the distinct rotary embeddings of all layers, in the order in which they first occur."""
+    return tuple(dict.fromkeys(kind.rotary for kind in attention_kinds(arch) if kind.rotary is not None))
+
+
+def mean_keys(arch: Architecture) -> float:
+    """Return the mean over all layers of the most keys that a query sees: the window, or the whole sequence."""
+    return sum(count * keys for keys, count in _keys(arch)) / arch.num_layers
+
+
+def keys_seen(arch: Architecture, layer: int) -> int:
+    """Return the most keys that a query of a layer sees: the window, or the whole sequence."""
+    return min(attention_kind(arch, layer).window or arch.seq_length, arch.seq_length)
+
+
+def widest_window(arch: Architecture) -> int:
+    """Return the most keys that a query of any layer sees."""
+    return max(keys for keys, _ in _keys(arch))
+
+
+def has_window(arch: Architecture) -> bool:
+    """Return whether a layer has a window that is shorter than the sequence."""
+    return any(keys < arch.seq_length for keys, _ in _keys(arch))
+
+
+def _keys(arch: Architecture) -> Iterator[tuple[int, int]]:
+    """Yield the most keys that a query sees, and how many layers have as many."""
+    for place, count in layer_counts(arch, range(arch.num_layers)).items():
+        yield keys_seen(arch, place), count

@@ -1,0 +1,233 @@
+"""Console, entry point and end of a program: escaped output, messages and exit codes in place of tracebacks.
+
+Console of a program: everything that is printed passes here, escaped, and a closed or full output is no traceback.
+
+Progress bars move the cursor and are written to the stream below (`below`).
+"""
+
+from __future__ import annotations
+
+from megatron3d.runtime.interrupt import interruptible
+
+import argparse
+import contextlib
+import errno
+import io
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TextIO, cast
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+from megatron3d.errors import ExitCode, UserError, escaped, one_line, shortened
+
+
+class ConsoleStream:
+    """Text stream that escapes harmful characters of what is written to another one.
+
+    Args:
+        is_optional: drop the output once nothing can be written, instead of raising OSError.
+        is_for_messages: shorten overlong lines, and let a write begin with the carriage return of a progress bar.
+    """
+
+    def __init__(self, stream: TextIO, name: str, is_optional: bool = False, is_for_messages: bool = False) -> None:
+        self.stream, self._name = stream, name
+        self._is_optional, self._is_for_messages = is_optional, is_for_messages
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def isatty(self) -> bool:
+        """Return False: libraries must not write colours, which would be escaped."""
+        return False
+
+    def make_optional(self) -> None:
+        """Drop the output from now on once nothing can be written."""
+        self._is_optional = True
+
+    def write(self, text: str) -> int:
+        """Write escaped text; raises OSError unless the output is optional."""
+        shown = escaped(text)
+        if self._is_for_messages:
+            shown = "\n".join(map(shortened, escaped(text.removeprefix("\r")).split("\n")))
+            shown = "\r" * text.startswith("\r") + shown
+        try:
+            self.stream.write(shown)
+        except OSError as error:
+            self._lose(error)
+        return len(text)
+
+    def writelines(self, lines: list[str]) -> None:
+        """Write escaped texts."""
+        self.write("".join(lines))
+
+    def flush(self) -> None:
+        """Flush what was written; raises OSError unless the output is optional."""
+        try:
+            self.stream.flush()
+        except OSError as error:
+            self._lose(error)
+
+    def _lose(self, error: OSError) -> None:
+        """Discard what cannot be written, which would fail again when the process ends, and all that follows."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.stream.fileno())
+        os.close(nowhere)
+        if not self._is_optional:
+            raise OSError(error.errno, error.strerror, self._name) from error
+        if sys.stderr is not cast(TextIO, self):
+            message = f"> {self._name} cannot be written any more ({error.strerror}); the program goes on without it"
+            print(message, file=sys.stderr, flush=True)
+
+
+def protect() -> None:
+    """Escape what this process prints from now on; does nothing where a caller has redirected the streams."""
+    if sys.stdout is sys.__stdout__:
+        sys.stdout = cast(TextIO, ConsoleStream(_writable(sys.stdout), "standard output"))
+    if sys.stderr is sys.__stderr__:
+        errors = ConsoleStream(_writable(sys.stderr), "standard error", is_optional=True, is_for_messages=True)
+        sys.stderr = cast(TextIO, errors)
+
+
+def _writable(stream: TextIO | None) -> TextIO:
+    """Return a stream that takes every character; what is written to a closed one (`>&-`, None) is discarded."""
+    if stream is None:
+        return Path(os.devnull).open("w", encoding="utf-8")
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="backslashreplace")
+    return stream
+
+
+def outlive_readers() -> None:
+    """Go on without the console when it is closed or full, as a run does that has its numbers in metrics.jsonl."""
+    if isinstance(sys.stdout, ConsoleStream):
+        sys.stdout.make_optional()
+
+
+def flush(limit_s: float) -> None:
+    """Flush both streams, unless that takes longer: nobody may read a pipe that is full."""
+
+    def both() -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):
+                stream.flush()
+
+    thread = threading.Thread(target=both, daemon=True)
+    thread.start()
+    thread.join(limit_s)
+
+
+def below(stream: TextIO) -> TextIO:
+    """Return the stream to which a console stream writes, for output that moves the cursor."""
+    return stream.stream if isinstance(stream, ConsoleStream) else stream
+
+
+# Faults of a disk, a network or a node rather than of what was typed: a batch system may try again.
+MACHINE_FAULTS = frozenset(
+    {
+        *(errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH),
+        *(errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EBUSY),
+    }
+)
+
+
+@interruptible()
+def exit_code_of(work: Callable[[], int], tell: Callable[[Sequence[str]], None], interrupted: str) -> int:
+    """Run `work` and return its exit code: 2 for a UserError or a file that its user can mend, 1 for other OSErrors,
+    130 for Ctrl-C, 141 for a lost reader.
+
+    Args:
+        tell: shows one message per problem.
+        interrupted: message of Ctrl-C, unless the KeyboardInterrupt has arguments.
+
+    Raises any other exception, also a lost connection or a timeout between ranks, which is nobody's input.
+    """
+    protect()
+    try:
+        return _flushed(work)
+    except UserError as error:
+        tell(error.problems)
+    except BrokenPipeError:  # as in `| head`
+        return ExitCode.BROKEN_PIPE
+    except (ConnectionError, TimeoutError):
+        raise
+    except OSError as error:
+        tell(UserError.of(error).problems)
+        if error.errno in MACHINE_FAULTS:
+            return ExitCode.CRASH
+    except KeyboardInterrupt as stop:
+        tell([f"stopped; {' '.join(map(str, stop.args))}" if stop.args else interrupted])
+        return ExitCode.INTERRUPTED
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    return ExitCode.USER_ERROR
+
+
+def _flushed(work: Callable[[], int]) -> int:
+    """Return what `work` returns; raise OSError if what it printed cannot be written, also where it exits."""
+    try:
+        code = work()
+    except SystemExit:
+        sys.stdout.flush()
+        raise
+    sys.stdout.flush()
+    return code
+
+
+def run_tool(
+    work: Callable[[argparse.Namespace], None], parser: argparse.ArgumentParser, argv: Sequence[str] | None
+) -> int:
+    """Run a tool and return its exit code: 0 done, 2 user error (a message per problem), 130 stopped by Ctrl-C.
+
+    2 is also a file that cannot be read or written, 141 a closed output pipe.
+    """
+
+    def run() -> int:
+        work(parser.parse_args(argv))
+        return ExitCode.DONE
+
+    def tell(problems: Sequence[str]) -> None:
+        for problem in problems:
+            print(f"{parser.prog}: {problem}", file=sys.stderr)
+
+    return exit_code_of(run, tell, "stopped; nothing was written")
+
+
+def byte_progress(*more: str) -> Progress:
+    """Return a bar of bytes with speed, time left and further columns; on standard error, drawn only on a terminal."""
+    return Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        *map(TextColumn, more),
+        TimeRemainingColumn(),
+        console=_terminal(),
+    )
+
+
+def spinner(description: str) -> Progress:
+    """Return a spinner with the time spent, for work of unknown length."""
+    progress = Progress(
+        SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn(), console=_terminal()
+    )
+    progress.add_task(one_line(description), total=None)
+    return progress
+
+
+def _terminal() -> Console:
+    """Return a console for output that moves the cursor, on standard error."""
+    return Console(file=below(sys.stderr))

@@ -1,0 +1,92 @@
+"""Fact: neutral terms change no memory, others add what they say, and the last stage alone has logits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron3d.config.run_spec import RunSpec
+from megatron3d.config.schema import Config
+from megatron3d.forecast.memory.local_sizes import KERNELS
+from megatron3d.forecast.memory.rank import (
+    gathered_inputs,
+    largest_rank_memory,
+    num_logits,
+    rank_memory,
+    reserved_memory,
+)
+from megatron3d.forecast.memory.step_spec import StepSpec, make_step_spec
+from megatron3d.forecast.time.practices import OURS, ExecutionProfile, FittedTerms, fitted_terms, practice
+
+MODEL = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "seq_length": 256, "vocab_size": 8192}
+
+
+def step_of(tensor: int = 2, pipeline: int = 2, data: int = 1, **parallel: object) -> StepSpec:
+    parallel |= {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": pipeline}
+    train = {"global_batch_size": 16 * data, "micro_batch_size": 2, "precision": "bf16"}
+    config = Config.model_validate({"model": MODEL, "parallel": parallel, "train": train})
+    return make_step_spec(RunSpec(config, tensor * pipeline * data), KERNELS["gpu"])
+
+
+def with_terms(**terms: float) -> ExecutionProfile:
+    return replace(OURS, fitted=FittedTerms(**terms))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_neutral_terms_change_nothing(rank: int) -> None:
+    step = step_of().on_pipeline_rank(rank)
+    assert reserved_memory(step, OURS) == rank_memory(step)
+
+
+def test_each_part_has_its_factor() -> None:
+    step = step_of().on_pipeline_rank(1)
+    bare = rank_memory(step)
+    moving = bare.activations + bare.categories["moment"]
+    expected = bare.total + 2 * moving + 16 * num_logits(step)
+    assert reserved_memory(step, with_terms(activation_memory=3, logit_memory=16)).total == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_buckets_hold_gradients_again_where_ranks_reduce_them(zero_stage: int) -> None:
+    profile = replace(OURS, bucket_itemsize=2)
+    for data in (1, 2):
+        step = step_of(pipeline=1, data=data, zero_stage=zero_stage)
+        bare = rank_memory(step)
+        added = reserved_memory(step, profile).gradients - bare.gradients
+        assert added == (bare.weights if data == 2 else 0)  # of bf16, both
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_logits_of_a_microbatch_are_on_the_last_stage(tensor: int) -> None:
+    step = step_of(tensor)
+    found = [num_logits(step.on_pipeline_rank(rank)) for rank in range(2)]
+    assert found == [0, 2 * 256 * 8192 // tensor]
+
+
+def test_gathered_inputs_are_of_microbatches_that_a_host_launches_ahead() -> None:
+    """Two linears of a layer gather their input: one microbatch of 4 layers, or all but two in flight of 1 layer."""
+    one = 2 * (2 * 256) * 256 * 2
+    assert gathered_inputs(step_of(pipeline=1, sequence_parallel=True)) == 4 * one
+    deep = step_of(pipeline=4, sequence_parallel=True)
+    layers = [len(deep.on_pipeline_rank(rank).stages[0].layers) for rank in range(4)]
+    ahead = [gathered_inputs(deep.on_pipeline_rank(rank)) for rank in range(4)]
+    assert ahead == [2 * layers[0] * one, layers[1] * one, 0, 0] and layers[1] > 0
+    assert gathered_inputs(step_of(tensor=1, pipeline=1)) == 0  # nothing is gathered
+    step = step_of(pipeline=1, sequence_parallel=True)
+    added = reserved_memory(step, with_terms(gathered_memory=0.5)).total - rank_memory(step).total
+    assert added == 2 * one
+
+
+def test_logits_decide_which_rank_needs_most() -> None:
+    step = step_of()
+    few, many = largest_rank_memory(step), largest_rank_memory(step, with_terms(logit_memory=1e4))
+    assert few == rank_memory(step.on_pipeline_rank(0)) and many.total > 1e4 * num_logits(step.on_pipeline_rank(1))
+
+
+def test_terms_in_use_are_in_bounds() -> None:
+    """The planner's lower bounds of memory hold, as no allocator has less than the tensors."""
+    terms = fitted_terms()["nanotron"]
+    assert 1 < terms.activation_memory < 1.3 and 4 < terms.logit_memory < 24 and 0.5 < terms.gathered_memory < 1
+    assert terms.memory_spread[0] < 1 < terms.memory_spread[1]
+    assert practice("nanotron").bucket_itemsize == 2

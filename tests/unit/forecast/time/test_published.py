@@ -1,0 +1,105 @@
+"""Fact: the model predicts published throughputs, layer times, gains and bytes with one file per accelerator.
+
+No constant is fitted to a single row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import mean
+
+import pytest
+
+from megatron3d.config.schema import Config
+from megatron3d.forecast.memory.activations import run_activations
+from megatron3d.forecast.time.layer import layer_times
+from megatron3d.forecast.time.practices import MEGATRON_2021, MEGATRON_2022
+from megatron3d.forecast.time.step import load_machine, step_time
+from megatron3d.model.spec import NO_RECOMPUTE, Recompute
+from tests.unit.forecast.time.published import (
+    DROPOUTS,
+    core_tflops,
+    read,
+    run,
+    sc21_step,
+    sc21_tflops,
+    step_of,
+    without_scatter,
+)
+
+SC21, CORE, LAYER = (read(name) for name in ("megatron_sc21", "megatron_core_h100", "activation_recompute"))
+MEAN, WORST = 0.05, 0.10
+
+
+def test_weak_scaling_of_megatron_on_a100() -> None:
+    errors = [sc21_tflops(row) / row["tflops_per_gpu"] - 1 for row in SC21["rows"]]
+    assert len(errors) == 10
+    assert mean(map(abs, errors)) <= MEAN and max(map(abs, errors)) <= WORST, errors
+
+
+def test_weak_scaling_of_megatron_core_on_h100() -> None:
+    errors = [core_tflops(row) / row["tflops_gpu"] - 1 for row in CORE["rows"]]
+    assert len(errors) == 9
+    assert mean(map(abs, errors)) <= MEAN and max(map(abs, errors)) <= WORST, errors
+
+
+# The 22B model on 8 GPUs: whether it has sequence parallelism, and its recomputation.
+EXPERIMENTS = ((False, None), (True, None), (False, "full"), (False, "selective"), (True, "selective"))
+
+
+def layer_of_22b(sequence_parallel: bool, granularity: str | None) -> Config:
+    row = {"layers": 48, "hidden": 6144, "heads": 64, "tp": 8, "pp": 1, "seq": 2048, "vocab": 51200}
+    keys = {"model_keys": DROPOUTS, "parallel_keys": {"sequence_parallel": sequence_parallel}}
+    train = {"micro_batch_size": 4, "global_batch_size": 4, "precision": "fp16"}
+    return run({**row, **keys}, **train, recompute_granularity=granularity)
+
+
+@pytest.mark.parametrize(("experiment", "row"), list(zip(EXPERIMENTS, LAYER["layers"], strict=True)))
+def test_layer_times_on_a100(experiment: tuple[bool, str | None], row: dict[str, float]) -> None:
+    step = step_of(layer_of_22b(*experiment), 8, load_machine("selene", "fp16", 8, MEGATRON_2022))
+    phases = layer_times(step.local, step.machine)
+    assert 1e3 * phases.forward.total == pytest.approx(row["fwd"], rel=0.05)
+    assert 1e3 * phases.backward.total == pytest.approx(row["bwd"], rel=0.05)
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("granularity", ["none", "full"])
+def test_published_activation_bytes_of_a_layer(sequence_parallel: bool, granularity: str) -> None:
+    """Fused attention saves what Megatron-LM saves with selective recomputation: the rows without scores."""
+    config = layer_of_22b(sequence_parallel, None)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"attention_dropout": 0.0})})
+    local = step_of(config, 8, load_machine("selene", "fp16", 8)).local
+    recompute = NO_RECOMPUTE if granularity == "none" else Recompute("full")
+    (kept,) = (each for each in recompute.runs(range(1)) if each.layers)
+    sbh, t = 2048 * 4 * 6144, 8
+    formulas = {"none": {True: 34 * sbh / t, False: sbh * (10 + 24 / t)}, "full": {True: 2 * sbh / t, False: 2 * sbh}}
+    assert run_activations(replace(local, recompute=recompute), kept) == pytest.approx(
+        formulas[granularity][sequence_parallel], rel=0.05
+    )
+
+
+def row_of_175b(batch: int) -> dict[str, int]:
+    sizes = {"heads": 96, "hidden": 12288, "layers": 96, "tp": 8, "pp": 12, "gpus": 96}
+    return {**sizes, "batch": batch, "micro_batch": 1, "virtual_chunks_v": 1}
+
+
+def test_published_gain_of_interleaving() -> None:
+    """The gain is at least a tenth up to a batch of 60, and shrinks with the batch."""
+    gains = [
+        step_time(sc21_step(row_of_175b(batch))).step_s / step_time(sc21_step(row_of_175b(batch), num_stages=4)).step_s
+        - 1
+        for batch in (12, 24, 36, 48, 60)
+    ]
+    assert gains == sorted(gains, reverse=True)
+    assert gains[-1] == pytest.approx(SC21["gains"]["interleaved"], abs=0.03)
+
+
+def test_published_gain_of_scatter_gather() -> None:
+    """The gain is up to 11 % at the batches of the figure, with stages of two layers or one."""
+    gains = []
+    for stages in (4, 8):
+        each = [
+            sc21_step(row_of_175b(60), profile, stages) for profile in (MEGATRON_2021, without_scatter(MEGATRON_2021))
+        ]
+        gains.append(step_time(each[1]).step_s / step_time(each[0]).step_s - 1)
+    assert gains[0] < SC21["gains"]["scatter_gather_up_to"] < gains[1] < 0.17

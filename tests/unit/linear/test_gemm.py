@@ -1,0 +1,97 @@
+"""Fact: the fast and the plain GEMM agree, for operands of any strides, in every precision."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron3d.comm.process_comm import ProcessComm
+from megatron3d.linear import gemm
+from megatron3d.linear.gemm import add_product, onednn_rule, product, put_product, uses_onednn
+from megatron3d.linear.matmul import linear
+from megatron3d.parallel.matmul_plan import MatmulPlan
+from megatron3d.parallel.mesh import Mesh
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def cpu_info(vendor: str, family: int) -> str:
+    """Return the first lines of Linux's description of a CPU."""
+    return f"processor\t: 0\nvendor_id\t: {vendor}\ncpu family\t: {family}\nmodel\t\t: 17\n"
+
+
+CPUS = {
+    "Sapphire Rapids": (cpu_info("GenuineIntel", 6), "none"),
+    "Zen 4": (cpu_info("AuthenticAMD", 25), "Y and dX, not dW"),
+    "Zen 5": (cpu_info("AuthenticAMD", 26), "all"),
+    "unknown": (cpu_info("Sample", 1), "none"),
+    "not Linux on x86": ("", "none"),
+}
+
+
+@pytest.fixture(params=[text for text, _ in CPUS.values()], ids=list(CPUS))
+def cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choose kernels as on each of the CPUs."""
+    monkeypatch.setattr(gemm, "_rule_of_this_cpu", lambda: onednn_rule(request.param))
+
+
+@pytest.mark.parametrize("name", CPUS)
+def test_the_kernel_follows_from_the_cpu_alone(name: str) -> None:
+    text, expected = CPUS[name]
+    assert onednn_rule(text)[0] == expected
+
+
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 5e-6), (torch.bfloat16, 2e-2)]
+)
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 1, 1), (7, 13, 5), (96, 160, 300), (64, 1, 33)])
+def test_gemms_agree_with_float64(dtype: torch.dtype, tolerance: float, m: int, n: int, k: int) -> None:
+    a, b, bias = normal(m, k), normal(n, k), normal(n)
+    expected = F.linear(a, b, bias)
+    turned = (a.T.contiguous().T, b.T.contiguous().T)
+    for left in (a, turned[0]):
+        for right in (b, turned[1]):
+            got = product(left.to(dtype), right.to(dtype), bias.to(dtype))
+            assert got.is_contiguous() and got.dtype == dtype
+            assert (got.double() - expected).abs().max() <= tolerance * expected.abs().max()
+            total = torch.full_like(got, torch.nan)
+            put_product(total, left.to(dtype), right.to(dtype))
+            total = add_product(total, left.to(dtype), right.to(dtype))
+            exact = 2 * (a @ b.T)
+            assert (total.double() - exact).abs().max() <= tolerance * exact.abs().max()
+
+
+@pytest.mark.usefixtures("cpu")
+def test_a_linear_layer_has_torchs_gradients_in_fp32() -> None:
+    alone = ProcessComm(Mesh((("t", 1),)), [])
+    inputs = [normal(40, 24).float(), normal(56, 24).float(), normal(56).float()]
+    ours, torchs = ([t.clone().requires_grad_() for t in inputs] for _ in range(2))
+    y = linear(*ours, MatmulPlan(), alone)  # type: ignore[call-arg]
+    expected = F.linear(*torchs)
+    torch.testing.assert_close(y, expected, rtol=0, atol=1e-4)
+    y.square().sum().backward()
+    expected.square().sum().backward()
+    for mine, theirs in zip(ours, torchs, strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-2)
+
+
+def test_only_fp32_on_a_cpu_uses_onednn() -> None:
+    assert not uses_onednn(torch.device("cpu"), torch.float64)
+    assert not uses_onednn(torch.device("cpu"), torch.bfloat16)
+    assert not uses_onednn(torch.device("meta"), torch.float32)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 5e-3)])
+def test_accumulated_gemms_of_slices_equal_the_whole_gemm(dtype: torch.dtype, tolerance: float) -> None:
+    """bf16 accumulation is as accurate as one GEMM, since the sum is fp32.  Column slices are not contiguous."""
+    a, b = (torch.randn(size, 640, generator=torch.Generator().manual_seed(size)).to(dtype) for size in (9, 5))
+    total = product(a[:, :10], b[:, :10])
+    for start in range(10, 640, 10):
+        total = add_product(total, a[:, start : start + 10], b[:, start : start + 10])
+    exact = a.double() @ b.double().T
+    assert (total.to(dtype).double() - exact).abs().max() < tolerance * exact.abs().max()
