@@ -1,4 +1,4 @@
-"""Speed-up by each overlap of our matmul, by kept weights, panels and rounds: training steps of every mode.
+"""Speed-up by each overlap of our matmul, by kept weights and rounds: training steps of every mode.
 
 python benchmarks/overlaps.py [--ranks 2 4 8] [--wires-gb-per-s 0.1 0.3 1] [--forms sequence_parallel ...]
     [--executions "all overlaps" "in rounds" ...] [--output benchmarks/results/overlaps.json]
@@ -49,8 +49,6 @@ EXECUTIONS: Mapping[str, Mapping[str, Any]] = {
     NOTHING: OFF,
     "all overlaps": {},
     "only dX under dW": {**OFF, "tp_comm_overlap_input_grad": True},
-    "4 panels": {"tp_num_panels": 4},
-    "4 panels, no overlap": {**OFF, "tp_num_panels": 4},
 }
 OF_ROUNDS: Mapping[str, Mapping[str, Any]] = {"in rounds": {"tp_comm_overlap": True}}
 OF_WEIGHTS: Mapping[str, Mapping[str, Any]] = {

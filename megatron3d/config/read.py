@@ -20,6 +20,10 @@ COMMAND_LINE = "command line"
 DEFAULT = "default"
 # Problems of a file that are described; of the others only their number is.
 MAX_PROBLEMS = 50
+# Removed keys: the value without effect that is still accepted, and ignored, and why any other is refused.
+REMOVED: Mapping[str, tuple[int, str]] = {
+    "parallel.tp_num_panels": (1, "panels were removed, since they were slower in nearly every measurement"),
+}
 
 _KINDS: Mapping[type, str] = {
     str: "text",
@@ -66,6 +70,7 @@ def read(path: Path, overrides: Sequence[str] = ()) -> Reading:
     document = read_document(path, problems)
     entries = [entry for entry in document or () if not _is_empty_section(entry)]
     entries += _override_entries(overrides, problems)
+    entries = _without_removed(entries, problems)
     known = {entry.key: entry for entry in entries if entry.name in SECTIONS.get(entry.section, ())}
     unknown = [entry for entry in entries if entry.name not in SECTIONS.get(entry.section, ())]
     described = unknown[:MAX_PROBLEMS]
@@ -87,7 +92,9 @@ def read(path: Path, overrides: Sequence[str] = ()) -> Reading:
 def read_values(values: Mapping[str, object], origin: str) -> Config:
     """Return the configuration of values by `section.key`; raises UserError with every problem."""
     entries = [Entry(*_section_and_name(key), _as_yaml(value), origin) for key, value in values.items()]
-    problems = [_unknown(entry) for entry in entries if entry.name not in SECTIONS.get(entry.section, ())]
+    problems: list[str] = []
+    entries = _without_removed(entries, problems)
+    problems += [_unknown(entry) for entry in entries if entry.name not in SECTIONS.get(entry.section, ())]
     config, invalid = _validated(
         {entry.key: entry for entry in entries if entry.name in SECTIONS.get(entry.section, ())}
     )
@@ -124,6 +131,15 @@ def _override_entries(overrides: Iterable[str], problems: list[str]) -> list[Ent
         except (ValueError, RecursionError) as error:
             problems.append(f"{shorten(text)} ({COMMAND_LINE}): the value is not YAML ({error}); put it in quotes")
     return entries
+
+
+def _without_removed(entries: Sequence[Entry], problems: list[str]) -> list[Entry]:
+    """Return the entries of other than removed keys; a removed key whose last value had an effect is a problem."""
+    for key, entry in {entry.key: entry for entry in entries if entry.key in REMOVED}.items():
+        accepted, reason = REMOVED[key]
+        if type(entry.value) is not int or entry.value != accepted:
+            problems.append(f"{key}={show(entry.value)} ({entry.origin}): {reason}; remove the key")
+    return [entry for entry in entries if entry.key not in REMOVED]
 
 
 def _next_to(path: Path, entry: Entry) -> Entry:

@@ -144,7 +144,6 @@ class RunSpec:
         """Overlaps of the communication of matmuls with their GEMMs."""
         parallel = self.config.parallel
         return TPOverlap(
-            parallel.tp_num_panels,
             parallel.tp_comm_overlap_input_grad,
             parallel.tp_comm_overlap_weight_grad,
             parallel.tp_comm_overlap_weight_gather,

@@ -62,7 +62,6 @@ LARGEST: Mapping[str, int] = {
     "num_distributed_optimizer_instances": MAX_RANKS,
     "profile_ranks": MAX_RANKS,
     "virtual_pipeline_model_parallel_size": 10_000,
-    "tp_num_panels": 10_000,
     "seed": MAX_SEED,
     **dict.fromkeys(("loss_scale", "initial_loss_scale", "min_loss_scale"), 2**64),
     "distributed_timeout_minutes": 10**6,
@@ -540,9 +539,6 @@ class ParallelConfig(Section):
     )
     tp_keep_gathered_weights: bool = Field(
         False, description="keep weights gathered in forward until backward: one all-gather less, more memory"
-    )
-    tp_num_panels: int = Field(
-        1, ge=1, description="panels per matmul, the communication of one overlapping the GEMM of another; 1: no panels"
     )
 
     @property

@@ -130,7 +130,7 @@ def add_gradient(buffer: MainGrad, grad: Tensor) -> None:
 class WgradSum:
     """dW as a sum of several GEMMs: in main_grad if no axis reduces dW, else in a separate fp32 buffer.
 
-    Used by the chunks of the fused loss and by the panels of a panelled matmul.
+    Used by the chunks of the fused loss.
     """
 
     def __init__(self, param: Tensor, plan: MatmulPlan, comm: Comm, main_grads: MainGrads) -> None:

@@ -32,7 +32,6 @@ class TPOverlap:
     """Overlap of tensor-parallel communication with GEMMs; no switch changes a result.
 
     Attributes:
-        num_panels: panels in which operands are gathered and results reduced; 1: each matmul in one piece.
         input_grad: overlap the reduction of dX with the wgrad GEMM.
         weight_grad: overlap the reduction of dW with the backward of the preceding layers.
         weight_gather: prefetch W, in forward and in backward, during the GEMMs of the linear before it.
@@ -40,7 +39,6 @@ class TPOverlap:
         in_rounds: run exposed all-gathers and reduce-scatters in rounds with their own GEMM (linear/overlap_plan.py).
     """
 
-    num_panels: int = 1
     input_grad: bool = True
     weight_grad: bool = True
     weight_gather: bool = True

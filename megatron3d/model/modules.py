@@ -29,7 +29,6 @@ from megatron3d.model.spec import MLP_ACT, NO_RECOMPUTE, Architecture, Recompute
 from megatron3d.ops.activations import ACTIVATIONS
 from megatron3d.ops.dropout import derive_seed, dropout, keep_mask
 from megatron3d.ops.norm import TORCH_NORMS, NormKernels, norm
-from megatron3d.ops.panelled_matmul import PanelledMatmul, PanelledWeight
 from megatron3d.ops.recompute import recompute_from_input
 from megatron3d.parallel.layout import ParamSpec, span
 from megatron3d.parallel.matmul_plan import MatmulPlan
@@ -88,15 +87,10 @@ class Linear(nn.Module):
         name = f"{layer}.{name}"
         self.weight = build.param(f"{name}.weight")
         self.bias = build.optional(f"{name}.bias")
-        self.matmul: Matmul
-        if overlap.num_panels > 1:
-            sliced = PanelledWeight(lambda: self.weight, plan, comm, overlap) if plan.w else None
-            self.matmul = PanelledMatmul(plan, comm, overlap, build.main_grads, build.wgrads, sliced)
-        else:
-            weight = PrefetchedWeight(lambda: self.weight, plan, comm, overlap) if plan.w else None
-            compiled = build.compiled.linear(lambda: self.weight) if build.compiled else None
-            kind = AsyncMatmul if overlap.in_rounds else Matmul
-            self.matmul = kind(plan, comm, overlap, build.main_grads, build.wgrads, weight, compiled)
+        weight = PrefetchedWeight(lambda: self.weight, plan, comm, overlap) if plan.w else None
+        compiled = build.compiled.linear(lambda: self.weight) if build.compiled else None
+        kind = AsyncMatmul if overlap.in_rounds else Matmul
+        self.matmul = kind(plan, comm, overlap, build.main_grads, build.wgrads, weight, compiled)
 
     def forward(self, x_MK: Tensor) -> Tensor:
         return self.matmul(x_MK, self.weight, self.bias)

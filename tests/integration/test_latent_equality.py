@@ -29,7 +29,7 @@ RECOMPUTED: dict[str, dict[str, Any]] = {
     FROM_LATENTS: {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mla_up_proj"]},
 }
 PIPELINE = {"pipeline_model_parallel_size": 2}
-ROUNDS, PANELS = OVERLAPS["in rounds with the GEMM"], OVERLAPS["3 panels"]
+ROUNDS, KEPT = OVERLAPS["in rounds with the GEMM"], OVERLAPS["gathered weights kept, nothing else"]
 
 
 def context(exchange: str) -> dict[str, Any]:
@@ -46,15 +46,15 @@ CASES: list[tuple[tuple[str, str], str, dict[str, Any], str]] = [
     (("1d", "sequence_parallel"), SECOND, {**ROUNDS, **PIPELINE}, "first layer"),
     (("2d", "summa"), SECOND, {"zero_stage": 2}, "nothing"),
     (("1d", "sequence_parallel"), EXPERTS, {**PIPELINE, "expert_model_parallel_size": 4}, "attention core"),
-    (("2d", "weight_stationary"), FIRST, {**PIPELINE, **PANELS}, "attention core"),
+    (("2d", "weight_stationary"), FIRST, {**PIPELINE, **KEPT}, "attention core"),
     (("2.5d", "summa"), FIRST, {"tp_keep_gathered_weights": True}, FROM_LATENTS),
     (("2.5d", "weight_stationary"), SECOND, {}, "every two layers"),
     (("3d", "heads"), FIRST, ROUNDS, "attention core"),
     (("3d", "heads"), SECOND, {}, "nothing"),
     (("3d", "heads"), EXPERTS, {"expert_model_parallel_size": 8}, "nothing"),
     (("3d", "tokens"), FIRST, {}, "first layer"),
-    (("3d", "tokens"), SECOND, PANELS, FROM_LATENTS),
-    (("grid", "all_reduce"), FIRST, PANELS, "nothing"),
+    (("3d", "tokens"), SECOND, KEPT, FROM_LATENTS),
+    (("grid", "all_reduce"), FIRST, KEPT, "nothing"),
     (("grid", "all_reduce"), SECOND, {}, "attention core"),
     (("grid", "scatter"), FIRST, ROUNDS, "attention core and activation"),
 ]

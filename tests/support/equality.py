@@ -290,12 +290,7 @@ OVERLAPS: Mapping[str, dict[str, Any]] = {
     "all": {},
     "in rounds with the GEMM": {"tp_comm_overlap": True},
     "gathered weights kept": {"tp_keep_gathered_weights": True},
-    "3 panels": {"tp_num_panels": 3},
-    "2 panels, gathered weights kept, nothing else": {
-        "tp_num_panels": 2,
-        "tp_keep_gathered_weights": True,
-        **NO_OVERLAP,
-    },
+    "gathered weights kept, nothing else": {"tp_keep_gathered_weights": True, **NO_OVERLAP},
 }
 FORMS = [(mode, form) for mode, entry in MODES.items() for form in entry.forms]
 # Every schedule with one to three stages per rank where it supports them, and one schedule from a file.

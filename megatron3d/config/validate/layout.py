@@ -26,7 +26,7 @@ from megatron3d.errors import UserError
 from megatron3d.linear.overlap_plan import async_plan
 from megatron3d.model.spec import Architecture
 from megatron3d.model.stage_plan import divide
-from megatron3d.parallel.matmul_plan import MatmulPlan, traffic
+from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Axes, Mesh
 from megatron3d.parallel.modes import MODES, build_mode
 from megatron3d.parallel.modes.mode import Mode
@@ -289,16 +289,13 @@ def execution_problems(facts: Facts, mode: Mode) -> Iterator[str]:
     if parallel.tp_keep_gathered_weights and not any(plan.w for plan in plans):
         where = facts.named("parallel.tp_keep_gathered_weights")
         yield f"{where}: {describe_mode(facts.spec)} all-gathers no weights; use false, or mode {one_of(able)}"
-    if parallel.tp_num_panels > 1 and not any(traffic(plan, mesh, 1, 1, 1, 1) for plan in plans):
-        where = facts.named("parallel.tp_num_panels")
-        yield f"{where}: no tensor-parallel communication to overlap; use 1, or tensor_model_parallel_size 2 or more"
     if parallel.tp_comm_overlap:
         yield from _async_problems(facts, plans)
 
 
 def _async_problems(facts: Facts, plans: Sequence[MatmulPlan]) -> Iterator[str]:
-    """Yield a message where nothing could run in rounds with its GEMM, and where panels move the operands."""
-    where, panels = facts.named("parallel.tp_comm_overlap"), facts.config.parallel.tp_num_panels
+    """Yield a message where nothing could run in rounds with its GEMM."""
+    where = facts.named("parallel.tp_comm_overlap")
     if facts.spec.tensor_size == 1:
         yield f"{where}: no tensor-parallel communication; use false, or tensor_model_parallel_size 2 or more"
     elif all(async_plan(plan).is_empty for plan in plans):
@@ -306,8 +303,6 @@ def _async_problems(facts: Facts, plans: Sequence[MatmulPlan]) -> Iterator[str]:
             f"{where}: {describe_mode(facts.spec)} neither all-gathers tokens before a GEMM nor reduce-scatters after "
             f"one; use false, or {one_of(tuple(_forms_in_rounds()))}"
         )
-    elif panels > 1:
-        yield f"{where}: contradicts parallel.tp_num_panels={panels}; use false, or tp_num_panels 1"
 
 
 def _forms_in_rounds() -> Iterator[str]:

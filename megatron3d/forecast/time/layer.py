@@ -227,8 +227,8 @@ class LinearTime(NamedTuple):
 class OverlapModel:
     """Communication time, exposed or overlapped with computation."""
 
-    def __init__(self, machine: Machine, mesh: Mesh, num_panels: int) -> None:
-        self._machine, self._mesh, self._num_panels = machine, mesh, num_panels
+    def __init__(self, machine: Machine, mesh: Mesh) -> None:
+        self._machine, self._mesh = machine, mesh
 
     def exposed(self, calls: list[Traffic]) -> TimeBreakdown:
         """Return the time of collectives that nothing overlaps with."""
@@ -243,20 +243,18 @@ class OverlapModel:
         tax = TimeBreakdown({SLOWDOWN: hidden * self._machine.device.comm_tax})
         return times.scaled(1 - hidden / times.total).plus(tax)
 
-    def panelled(self, calls: list[Traffic], seconds: float) -> TimeBreakdown:
-        """Return the exposed rest of collectives of a GEMM's own operands: of all panels but one, or of rounds."""
+    def with_own_gemm(self, calls: list[Traffic], seconds: float) -> TimeBreakdown:
+        """Return the exposed rest of collectives of a GEMM's own operands, in rounds or in chunks."""
         rounds = [call for call in calls if call.collective in IN_ROUNDS]
         if rounds:
             others = [call for call in calls if call.collective not in IN_ROUNDS]
-            return combine((*(self._in_rounds(call, seconds) for call in rounds), self.panelled(others, seconds)))
+            return combine((*(self._in_rounds(call, seconds) for call in rounds), self.with_own_gemm(others, seconds)))
         if not calls:
             return TimeBreakdown()
-        panels = self._num_panels
-        if self._machine.profile.ring_panels:
-            panels = max(panels, self._mesh.size(calls[0].axes))
-        if panels == 1:
-            return self.exposed(calls)
-        times, share = self.exposed(calls), (panels - 1) / panels
+        times, ranks = self.exposed(calls), self._mesh.size(calls[0].axes)
+        if not self._machine.profile.chunks_operands or ranks == 1:
+            return times
+        share = (ranks - 1) / ranks
         hidden = min(times.total * share, seconds * share)
         tax = TimeBreakdown({SLOWDOWN: hidden * self._machine.device.comm_tax})
         return times.scaled(1 - hidden / times.total).plus(tax)
@@ -269,7 +267,7 @@ class OverlapModel:
 def layer_times(local: LocalSizes, machine: Machine) -> LayerTimes:
     """Return the times of a layer of the kind of `local.layer` for one microbatch, without router and experts."""
     planned = {name: LinearTime.of(matmul, local, machine) for name, matmul in local.matmuls.items()}
-    over = OverlapModel(machine, local.mesh, local.overlap.num_panels)
+    over = OverlapModel(machine, local.mesh)
     forward = [linears_forward(planned, over, local, machine), *_memory_bound(local, machine, backward=False)]
     back_i, back_w, whole = linears_backward(planned, over, local, machine)
     between = combine(_memory_bound(local, machine, backward=True))
@@ -286,7 +284,7 @@ def linears_forward(
     for each in planned.values():
         seconds = each.gemm_s + each.excess.forward
         parts.append(TimeBreakdown({GEMMS: seconds, MEMORY: machine.device.memory_bound_s(each.joins.forward)}))
-        parts.append(over.panelled(each.rounds.gather_x + each.rounds.reduce_y, seconds))
+        parts.append(over.with_own_gemm(each.rounds.gather_x + each.rounds.reduce_y, seconds))
         parts.append(over.overlapped(each.sent.gather_w, before, overlap.weight_gather))
         before = each.gemm_s
     # The first linear's weight is prefetched during the last linear of the layer before.
@@ -315,7 +313,7 @@ def linears_backward(
         gathers_w = [] if overlap.keep_gathered_weights else sent.gather_w
         common = [
             TimeBreakdown({GEMMS: seconds + each.excess.gather_dy}),
-            over.panelled(each.rounds.gather_dy, seconds),
+            over.with_own_gemm(each.rounds.gather_dy, seconds),
             over.overlapped(gathers_w, 2 * seconds, overlap.weight_gather),
         ]
         sums = over.overlapped(sent.reduce_dw, 2 * seconds, overlap.weight_grad)
@@ -324,7 +322,7 @@ def linears_backward(
         bias = machine.profile.bias_grad * each.output * linears[name].has_bias * machine.device.itemsize
         moved = copied.dy + copied.dx + copied.w * bool(gathers_w)
         common += [TimeBreakdown({MEMORY: machine.device.memory_bound_s(num)}) for num in (bias, moved)]
-        alone = over.panelled(each.rounds.reduce_dx, seconds).plus(TimeBreakdown({GEMMS: each.excess.reduce_dx}))
+        alone = over.with_own_gemm(each.rounds.reduce_dx, seconds).plus(TimeBreakdown({GEMMS: each.excess.reduce_dx}))
         half += [*common, alone]
         late += [product, over.exposed(sent.gather_x), sums, add_up]
         whole += [*common, over.overlapped(sent.gather_x, seconds), product, sums, add_up]

@@ -143,7 +143,7 @@ class ExecutionProfile:
         overlaps_input_grad: the reduction of a linear's input gradient overlaps with its wgrad GEMM.
         overlaps_shared_experts: tokens are on their way to the ranks of their experts during the shared experts' GEMMs.
         stops_recomputation: the recomputation of a layer ends before its last linear: backward needs only its input.
-        ring_panels: linears move their operands in as many panels as ranks, each overlapping with the GEMM of another.
+        chunks_operands: linears move operands in as many chunks as ranks, each overlapping with the GEMM of another.
         validates_later: with a split backward, ranks start their optimizer step without waiting for each other and
             validate the gradient norm later, so that the slowest rank's own time decides (Qi et al. 2023, section 4).
         stage_division: how layers are divided into pipeline stages: `balanced` as here, `equal`, or `filled` one after
@@ -174,7 +174,7 @@ class ExecutionProfile:
     overlaps_gather: bool = True
     overlaps_pipeline: bool = True
     scatters_pipeline: bool = True
-    ring_panels: bool = False
+    chunks_operands: bool = False
     overlaps_input_grad: bool = True
     overlaps_shared_experts: bool = False
     stops_recomputation: bool = False
@@ -263,7 +263,7 @@ MEGATRON_CORE = ExecutionProfile(
     layout=NO_ACCESS,
     logit_bytes=54.0,
     optimizer_bytes=46.0,
-    ring_panels=True,
+    chunks_operands=True,
 )
 
 # llm.c of 2024: kernels of its own for everything between the GEMMs.  A residual addition writes its sum and the next

@@ -87,7 +87,7 @@ def embedding_times(local: LocalSizes, machine: Machine) -> tuple[TimeBreakdown,
     arch, plan = local.arch, local.mode.embed
     size = machine.device.itemsize
     sent = flows(plan, local.mesh, local.num_tokens, arch.hidden_size, arch.padded_vocab_size, size)
-    over = OverlapModel(machine, local.mesh, 1)
+    over = OverlapModel(machine, local.mesh)
     rows = local.part(local.num_tokens, plan.m) * local.part(arch.hidden_size, plan.n)
     table = local.part(arch.padded_vocab_size, plan.k) * local.part(arch.hidden_size, plan.n)
     forward = TimeBreakdown({MEMORY: machine.device.memory_bound_s(4 * rows * size, 4)})
@@ -110,7 +110,7 @@ def head_times(local: LocalSizes, machine: Machine, chunk: LossChunk) -> TimeBre
     sizes = local.num_tokens, arch.padded_vocab_size, arch.hidden_size, device.itemsize
     sent = flows(plan, local.mesh, *sizes, max(device.itemsize, machine.profile.wgrad_itemsize))
     copied = concat_copies(plan, local.mesh, *sizes) if machine.profile.copies_concats else ConcatCopies()
-    over, live = OverlapModel(machine, local.mesh, 1), plan.on(local.mesh)
+    over, live = OverlapModel(machine, local.mesh), plan.on(local.mesh)
     tokens, columns = local.num_tokens / local.mesh.size(plan.m), arch.padded_vocab_size / local.mesh.size(plan.n)
     features = arch.hidden_size / local.mesh.size(plan.k)
     num_chunks = count_chunks(local, machine, chunk)
@@ -180,7 +180,7 @@ def ahead_times(local: LocalSizes, machine: Machine) -> LayerTimes:
     They are two norms, two linears and their sum, and the all-gathers back to the layout of the residual stream.
     """
     planned = {name: LinearTime.of(matmul, local, machine) for name, matmul in local.mtp_matmuls.items()}
-    over = OverlapModel(machine, local.mesh, local.overlap.num_panels)
+    over = OverlapModel(machine, local.mesh)
     mode, size, norm = local.mode, machine.device.itemsize, machine.profile.norm
     elements, whole_bytes = local.tokens * local.hidden, local.num_tokens * local.arch.hidden_size * size
     changes = [(mode.inner, mode.residual), (mode.residual, mode.inner)]

@@ -9,12 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron3d.config.read import Resolved, read_config
+from megatron3d.config.read import Resolved, read_config, read_values
 from megatron3d.config.report import render, write_resolved
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.suggest import SECTIONS, nearest_key
 from megatron3d.config.yaml_origins import parse_value
 from megatron3d.errors import UserError, is_one_line
+from megatron3d.linear.overlap_plan import OVERLAP_ALL, TPOverlap
 
 
 def problems_of(path: Path, text: str | bytes, *overrides: str) -> tuple[str, ...]:
@@ -158,6 +160,29 @@ def test_every_key_is_suggested_from_every_section_and_for_a_missing_letter(sect
         assert nearest_key("nowhere", name) == f"{section}.{name}"
         if len(name) > 4:
             assert nearest_key(section, name[1:]) == f"{section}.{name}"
+
+
+def test_one_panel_is_still_accepted_and_more_are_one_message(file: Path) -> None:
+    """Configurations of old runs name the removed key."""
+    file.write_text("parallel: {tp_num_panels: 1, zero_stage: 2}\n")
+    assert read_config(file).config == Config.model_validate({"parallel": {"zero_stage": 2}})
+    assert read_values({"parallel.tp_num_panels": 1}, "config") == Config()
+    assert "tp_num_panels" not in render(read_config(file))
+    reason = "panels were removed, since they were slower in nearly every measurement; remove the key"
+    expected = f"parallel.tp_num_panels=4 ({file}:1): {reason}"
+    assert problems_of(file, "parallel: {tp_num_panels: 4, tp_comm_overlap: true}\n") == (expected,)
+    typed = f"parallel.tp_num_panels=8 (command line): {reason}"
+    assert problems_of(file, "parallel: {tp_num_panels: 4}\n", "parallel.tp_num_panels=8") == (typed,)
+    with pytest.raises(UserError) as caught:
+        read_values({"parallel.tp_num_panels": 2}, "config")
+    assert caught.value.problems == (f"parallel.tp_num_panels=2 (config): {reason}",)
+
+
+def test_overlaps_follow_the_configuration() -> None:
+    assert RunSpec(Config()).overlap == OVERLAP_ALL
+    switches = [f"tp_comm_overlap_{what}" for what in ("input_grad", "weight_grad", "weight_gather")]
+    config = Config.model_validate({"parallel": dict.fromkeys(switches, False) | {"tp_keep_gathered_weights": True}})
+    assert RunSpec(config).overlap == TPOverlap(False, False, False, True)
 
 
 def test_names_of_other_frameworks_are_understood() -> None:

@@ -1,6 +1,6 @@
 """Fact: a wgrad GEMM whose result is not reduced accumulates in main_grad.
 
-This holds over microbatches, panels, chunks of the loss and deferred wgrads; on a GPU bf16 GEMM results are accumulated
+This holds over microbatches, chunks of the loss and deferred wgrads; on a GPU bf16 GEMM results are accumulated
 unrounded.
 """
 
@@ -16,9 +16,7 @@ from torch import Tensor
 from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.linear.main_grad import MainGrads, WgradQueue
 from megatron3d.linear.matmul import Matmul
-from megatron3d.linear.overlap_plan import TPOverlap
 from megatron3d.ops.cross_entropy import LMHead, head_loss
-from megatron3d.ops.panelled_matmul import PanelledMatmul
 from megatron3d.ops.plan import LossChunk
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Mesh
@@ -43,17 +41,13 @@ def matrix(rows: int, columns: int, device: str = "cpu", dtype: torch.dtype = to
 
 
 @pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.float64), ("cpu", torch.float32), CUDA])
-@pytest.mark.parametrize("num_panels", [1, 2])
 @pytest.mark.parametrize("defers", [False, True])
-def test_gradients_of_microbatches_accumulate_in_main_grad(
-    device: str, dtype: torch.dtype, num_panels: int, defers: bool
-) -> None:
+def test_gradients_of_microbatches_accumulate_in_main_grad(device: str, dtype: torch.dtype, defers: bool) -> None:
     w = matrix(6, 4, device, dtype)
     main_grads, buffer = registered(w)
     wgrads = WgradQueue(main_grads)
     xs = [matrix(8, 4, device, dtype), matrix(12, 4, device, dtype)]
-    make = PanelledMatmul if num_panels > 1 else Matmul
-    matmul = make(MatmulPlan(), ALONE, TPOverlap(num_panels), main_grads, wgrads)
+    matmul = Matmul(MatmulPlan(), ALONE, main_grads=main_grads, wgrads=wgrads)
     late: list[Callable[[], None]] = []
     for num_before, x in enumerate(xs):
         with wgrads.defer() if defers else nullcontext(late) as late:

@@ -114,7 +114,7 @@ def test_deferred_gradients_are_reduced_during_the_next_gemms(chain: Chain) -> N
     assert all(w.grad is not None for w in chain.weights)
 
 
-@pytest.mark.parametrize("chain", [TPOverlap(1, False, False, False)], indirect=True)
+@pytest.mark.parametrize("chain", [TPOverlap(False, False, False)], indirect=True)
 def test_without_overlaps_communication_ends_before_the_next_gemm(chain: Chain) -> None:
     with chain.noted() as events:
         y = chain.forward(chain.x())

@@ -193,12 +193,6 @@ BROKEN = [
         "grid",
     ),
     (
-        {"parallel": {"tp_num_panels": 4}},
-        1,
-        "parallel.tp_num_panels=4: no tensor-parallel communication to overlap; use 1, or tensor_model_parallel_size 2 "
-        "or more",
-    ),
-    (
         {"parallel": {"tp_comm_overlap": True}},
         1,
         "parallel.tp_comm_overlap=true: no tensor-parallel communication; use false, or tensor_model_parallel_size 2 "
@@ -210,18 +204,6 @@ BROKEN = [
         "parallel.tp_comm_overlap=true: 1d: t 2 neither all-gathers tokens before a GEMM nor reduce-scatters after one"
         "; use false, or 1d sequence_parallel, 2d weight_stationary, 2.5d weight_stationary, 3d heads, 3d tokens or "
         "grid scatter",
-    ),
-    (
-        {
-            "parallel": {
-                "tp_comm_overlap": True,
-                "tp_num_panels": 2,
-                "tensor_model_parallel_size": 2,
-                "sequence_parallel": True,
-            }
-        },
-        2,
-        "parallel.tp_comm_overlap=true: contradicts parallel.tp_num_panels=2; use false, or tp_num_panels 1",
     ),
     (
         {"parallel": {"num_distributed_optimizer_instances": 4}, "train": {"global_batch_size": 24}},
