@@ -1,4 +1,4 @@
-"""`main_grad`, the gradient buffer of a parameter in fp32 or wider, and the six routes by which gradients reach it.
+"""`main_grad`, the gradient buffer of a parameter in fp32 or wider, and the routes by which gradients reach it.
 
 Weight gradients between their GEMM and main_grad: reductions in flight, and whole wgrads that are deferred.
 
@@ -43,13 +43,13 @@ class MainGrad(Protocol):
 
 
 class MainGrads:
-    """Registry of main_grad buffers by parameter, and the six routes by which a gradient reaches one.
+    """Registry of main_grad buffers by parameter, and the seven routes by which a gradient reaches one.
 
         norms, biases                autograd's backward ───── post-accumulate hook ──── collect ────┐
         embedding, dW is not reduced rows dY of each token, summed by token ──────────── buffer ─────┤
         embedding, dW reduced        rows dY in a dW of the table's shape, reduced ───── add ────────┤
         linear, dW is not reduced    GEMM dY^T X with beta=1 ─────────────────────────── accumulate ─┤
-        experts, dW is not reduced   a GEMM per expert with beta=1 ───────────────────── accumulate_rows
+        experts, dW is not reduced   a GEMM per expert with beta=1 ──────────────── accumulate_rows ─┤
         linear, dW reduced or late   GEMM dY^T X ──── reduction in flight, WgradQueue ── add ────────┼── main_grad
         LM head                      GEMMs per chunk of the fused loss ──── WgradSum ─── finish ─────┘
 
