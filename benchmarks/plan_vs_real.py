@@ -21,13 +21,13 @@ from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
 from megatron3d.data.loader import BatchLoader
-from megatron3d.forecast import calibrate
 from megatron3d.forecast.time.hardware import load_accelerator, load_cluster
 from megatron3d.forecast.time.step import make_machine, predict_time
 from megatron3d.runtime import process
 from megatron3d.train.state import build_state, connect
 from megatron3d.train.step import StepSettings, train_step
 from megatron3d.verify.layouts import RandomSamples
+from tools import calibrate_cpu
 
 MODEL = {
     "family": "llama",
@@ -102,7 +102,7 @@ def compare(options: argparse.Namespace) -> list[Row]:
     configs = {label: config_of(parallel, train, num_ranks) for label, num_ranks, parallel, train in chosen}
     numbers, seconds = [], defaultdict[str, list[float]](list)
     for _ in range(options.rounds):
-        numbers.append(calibrate.measure(options.seconds))
+        numbers.append(calibrate_cpu.measure(options.seconds))
         for num_ranks in sorted({each[1] for each in chosen}):
             mine = [each[0] for each in chosen if each[1] == num_ranks]
             texts = [configs[label].model_dump_json() for label in mine]
@@ -111,7 +111,7 @@ def compare(options: argparse.Namespace) -> list[Row]:
             for label, took in zip(mine, found, strict=True):
                 seconds[label].append(took)
     with tempfile.TemporaryDirectory() as name:
-        sheet, cluster = calibrate.write_files(Path(name), calibrate.medians(numbers))
+        sheet, cluster = calibrate_cpu.write_files(Path(name), calibrate_cpu.medians(numbers))
         local, accelerator = load_cluster("local", cluster.parent), load_accelerator("local", sheet.parent)
     rows: list[Row] = []
     for label, num_ranks, *_ in chosen:

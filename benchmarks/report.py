@@ -19,6 +19,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # benchmarks that use a tool import it from `tools`
+
 Row = Mapping[str, Any]
 
 

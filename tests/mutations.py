@@ -50,7 +50,7 @@ LATENT = ("tests/unit/model/test_latent_attention.py",)
 LATENT_LAYOUTS = ("tests/integration/test_latent_equality.py",)
 LATENT_CACHE = ("tests/unit/inference/test_sampling.py", "-k", "latent")
 FLOPS = ("tests/unit/model/test_flops.py",)
-GPU_RATES = ("tests/unit/forecast/test_calibrate_gpus.py",)
+GPU_RATES = ("tests/unit/tools/test_calibrate_gpus.py",)
 DRAFTS = ("tests/unit/inference/test_speculation.py", "-k", "caches or distribution")
 
 CACHE = ("tests/unit/inference/test_sampling.py", "-k", "context")
@@ -1321,14 +1321,14 @@ MUTATIONS = [
     ),
     Mutation(
         "a gather's own part counted as sent",
-        "forecast/calibrate_gpus.py",
+        "../tools/calibrate_gpus.py",
         "sent = (num_gpus - 1) * sizes.gathered * 4",
         "sent = num_gpus * sizes.gathered * 4",
         GPU_RATES,
     ),
     Mutation(
         "the ramp-up of a GEMM forgotten",
-        "forecast/calibrate_gpus.py",
+        "../tools/calibrate_gpus.py",
         'max(0.0, n["shallow"] / each_s - shallow)',
         "0.0",
         GPU_RATES,

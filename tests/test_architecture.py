@@ -17,7 +17,7 @@ MAX_FUNCTION_LINES = 60
 
 # Packages of values, tensors and lists: they take their settings from RunSpec and never read the configuration.
 BELOW_CONFIG = frozenset(
-    [
+    {
         "errors",
         "runtime",
         "parallel",
@@ -30,7 +30,7 @@ BELOW_CONFIG = frozenset(
         "data",
         "model",
         "pipeline",
-    ]
+    }
 )
 
 # Packages of values load no torch, nor do files of the other packages that are named plan, spec or table, so that
@@ -157,7 +157,7 @@ RULES: Mapping[str, tuple[Rule, tuple[str, ...], str]] = {
 PROGRAMS = sorted(
     name
     for name in SOURCES
-    if name.startswith("tools.")
+    if (name.startswith("tools.") and 'if __name__ == "__main__":' in SOURCES[name].read_text(encoding="utf-8"))
     or name in ("pretrain_gpt", "megatron3d.launch.__main__", "megatron3d.runtime.local_ranks")
 )
 
@@ -270,7 +270,6 @@ def test_a_repeated_class_name_is_found() -> None:
 
 # Attributes of other libraries' objects that those libraries mean to be assigned, by module.
 LIBRARY_ATTRIBUTES = {
-    "megatron3d.forecast.calibrate": {"grad"},
     "megatron3d.comm.process_groups": {"max_ctas", "_timeout"},
     "megatron3d.linear.main_grad": {"grad"},
     "megatron3d.convert.tokenizer": {"post_processor"},

@@ -46,7 +46,7 @@ NOT_DONE: Mapping[str, str] = {
     "apptainer build": IMAGE,
     "python tools/lm_harness.py": HUB,
     "torchrun --nproc-per-node 8 tools/lm_harness.py": HUB,
-    "python tools/calibrate.py": "keeps every core busy for a minute: tests/unit/forecast/test_calibrate.py",
+    "python tools/calibrate.py": "keeps every core busy for a minute: tests/unit/tools/test_calibrate_cpu.py",
     "torchrun --nproc-per-node 8 pretrain_gpt.py --config configs/gpus/": GPU,
     "python benchmarks/gpu_day.py": GPU,
     "sbatch": CLUSTER,

@@ -27,13 +27,13 @@ def run(arguments: argparse.Namespace) -> None:
     (folder / "clusters").mkdir(parents=True, exist_ok=True)  # measuring takes minutes
     num_gpus = 0 if arguments.cpu else process.num_gpus()
     if num_gpus:
-        from megatron3d.forecast.calibrate_gpus import calibrate_gpus
+        from tools.calibrate_gpus import calibrate_gpus
 
         paths = calibrate_gpus(folder, num_gpus, arguments.precision, arguments.network, seconds)
     else:
         if arguments.network or arguments.precision != PRECISION:
             raise UserError("--network and --precision: for GPUs only, of which torch sees none here; leave them out")
-        from megatron3d.forecast.calibrate import calibrate
+        from tools.calibrate_cpu import calibrate
 
         paths = calibrate(folder, seconds)
     load_accelerator(paths[0].stem, folder)
@@ -57,4 +57,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finds tools.calibrate_cpu and tools.calibrate_gpus
     sys.exit(main())

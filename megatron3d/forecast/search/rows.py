@@ -1,7 +1,7 @@
 """Predictions for rows of runs: a JSON object per line in, the same object with the prediction out.
 
 A row has `config` (values by `section.key`), `cluster`, `num_gpus`, and may have `practice` (a name of
-`cost_model/practices.py`; ours without one), `measured_s` (seconds of a step) and `group` (for the table of errors).
+`forecast/time/practices.py`; ours without one), `measured_s` (seconds of a step) and `group` (for the table of errors).
 A row that cannot be predicted gets `refused` with the reason, and the other rows are predicted all the same.
 """
 

@@ -7,9 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron3d.forecast import calibrate_gpus
-from megatron3d.forecast.calibrate import PASSES, Measured
-from megatron3d.forecast.calibrate_gpus import NAME, Sizes, accelerator_sheet, levels, link_seconds, measure_rank
 from megatron3d.forecast.time.hardware import Network, device_model, load_accelerator, load_cluster
 from megatron3d.metrics.timers import Clock
 from megatron3d.parallel.matmul_plan import Traffic
@@ -17,6 +14,9 @@ from megatron3d.parallel.mesh import Mesh
 from megatron3d.runtime import process
 from tests.support.turn_ranks import make_comm, run_turns
 from tools import calibrate as tool
+from tools import calibrate_gpus
+from tools.calibrate_cpu import PASSES, Measured
+from tools.calibrate_gpus import NAME, Sizes, accelerator_sheet, levels, link_seconds, measure_rank
 
 TINY = Sizes(rows=64, depths=(16, 64), batch=1, heads=2, head=8, length=32, gathered=1024)
 LARGE = Sizes()

@@ -24,7 +24,13 @@ from megatron3d.comm.interface import Comm
 from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.config.schema import ITEMSIZES
 from megatron3d.errors import UserError
-from megatron3d.forecast.calibrate import (
+from megatron3d.forecast.time.hardware import Accelerator, Cluster, NetworkLevel, device_model, load_cluster
+from megatron3d.hardware.devices import device_name, published_peak
+from megatron3d.linear.gemm import product
+from megatron3d.metrics.timers import clock
+from megatron3d.parallel.mesh import Mesh
+from megatron3d.runtime import process
+from tools.calibrate_cpu import (
     LAUNCHES,
     PASSES,
     Measured,
@@ -35,12 +41,6 @@ from megatron3d.forecast.calibrate import (
     small_step,
     write_sheets,
 )
-from megatron3d.forecast.time.hardware import Accelerator, Cluster, NetworkLevel, device_model, load_cluster
-from megatron3d.hardware.devices import device_name, published_peak
-from megatron3d.linear.gemm import product
-from megatron3d.metrics.timers import clock
-from megatron3d.parallel.mesh import Mesh
-from megatron3d.runtime import process
 
 NAME = "local_gpu"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

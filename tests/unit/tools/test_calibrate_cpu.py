@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron3d.forecast import calibrate
-from megatron3d.forecast.calibrate import Elapsed
 from megatron3d.forecast.time.hardware import (
     Cluster,
     Network,
@@ -19,6 +17,8 @@ from megatron3d.forecast.time.hardware import (
 from megatron3d.parallel.matmul_plan import Traffic
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.runtime import process
+from tools import calibrate_cpu
+from tools.calibrate_cpu import Elapsed
 
 
 @pytest.mark.slow
@@ -27,7 +27,7 @@ def test_local_files_are_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     took = {"alone": Elapsed(2e-4, 1e-4), "call": Elapsed(1e-3, 0.0), "bytes": Elapsed(4e-3, 3e-3)}
     monkeypatch.setattr(process, "launch", lambda num_ranks, function, *args: took)
     monkeypatch.setattr(process, "num_cores", lambda: 2)
-    sheet, cluster = calibrate.calibrate(tmp_path, budget_s=0.06)
+    sheet, cluster = calibrate_cpu.calibrate(tmp_path, budget_s=0.06)
     accelerator, local = load_accelerator("local", tmp_path), load_cluster("local", tmp_path / "clusters")
     assert sheet.name == cluster.name == "local.yaml"
     assert load_accelerator(load_cluster(str(cluster)).accelerator) == accelerator  # by its path, from any folder
@@ -74,7 +74,7 @@ def test_the_time_of_a_call_is_a_median() -> None:
     """The first collective is not counted, since it may include setup, and one late collective has no influence."""
     cases = iter([10**6, 10**4, 10**6, *[10**4] * 10**6])
     most, late = (
-        calibrate.median_call_s(lambda: sum(range(next(cases))), 0.1),
-        calibrate.median_call_s(lambda: sum(range(10**6)), 0.1),
+        calibrate_cpu.median_call_s(lambda: sum(range(next(cases))), 0.1),
+        calibrate_cpu.median_call_s(lambda: sum(range(10**6)), 0.1),
     )
     assert 0 < most < late / 2
