@@ -29,9 +29,11 @@ step "mypy: types"
 "$VENV/bin/mypy"
 pytest=("$VENV/bin/python" -m pytest)
 parallel=(-n "$cores" --maxprocesses 8)
+# All that tests/conftest.py does not mark as slow; importing the other tests takes each worker 6 s.
+fast=(tests/unit tests/test_architecture.py tests/test_words.py)
 if (($# == 0)) || [[ $* == --fast || $* == --full ]]; then
     step "pytest: fast unit tests"
-    "${pytest[@]}" -m "not slow" "${parallel[@]}"
+    "${pytest[@]}" -m "not slow" "${parallel[@]}" "${fast[@]}"
     if [[ ${1:-} == --fast ]]; then exit; fi
     step "pytest: layouts, several ranks, whole programs"
     "${pytest[@]}" -m slow --on-cpu "${parallel[@]}" --dist loadfile "$@"
