@@ -45,13 +45,6 @@ class KVCache:
             return None
         return -(-(window + self.BACK) // num_ranks)
 
-    def num_slots(self, window: int | None, length: int, num_ranks: int = 1) -> int:
-        """Return the slots of a layer on each context rank for positions below `length`, each of a key and a value."""
-        ring, mine = self.slots_of_ring(window, num_ranks), -(-length // num_ranks)
-        if ring is not None:
-            return min(-(-(mine + 1) // self.BLOCK) * self.BLOCK, ring + 1)
-        return min(-(-mine // self.BLOCK) * self.BLOCK, max(mine, -(-self.capacity // num_ranks)))
-
     def can_go_back(self, held: int, start: int) -> bool:
         """Return whether a text of which `held` positions were written may go on at position `start`."""
         return not self.forgets or held - start <= self.BACK

@@ -48,7 +48,7 @@ from megatron3d.attention.context.plan import Chunks
 from megatron3d.attention.pairs_plan import LONGEST, Kind, Pair, Span
 from megatron3d.ops.dropout import dropout, keep_mask
 
-VANILLA, OFF_BY_ONE, LEARNABLE = SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
+VANILLA = "vanilla"
 
 
 class Softmax(NamedTuple):

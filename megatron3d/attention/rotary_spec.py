@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-LINEAR, LLAMA3, YARN = ROTARY_SCALINGS = ("linear", "llama3", "yarn")
+LINEAR, LLAMA3, YARN = ("linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class RotaryScaling:
     """Scaling of rotary rates, with which a model reads longer sequences than it was trained on.
 
     Attributes:
-        kind: entry of `ROTARY_SCALINGS`; other attributes that it does not use are None.
+        kind: `LINEAR`, `LLAMA3` or `YARN`; other attributes that it does not use are None.
         factor: what slow rates are divided by.
         original_max_position_embeddings: sequence length before scaling; llama3, yarn.
         low_freq_factor, high_freq_factor: rotations within this length below which a rate is divided, and above which

@@ -24,7 +24,6 @@ from pydantic import JsonValue
 from megatron3d.checkpoint.index import FILE_NAME, Index, StoredBox, StoredTensor, merge_tensors, read_index
 from megatron3d.checkpoint.pieces import CHUNK_BYTES, DTYPES, Piece, dtype_name, raw_bytes
 from megatron3d.checkpoint.publish import (
-    candidates,
     explain_write_errors,
     iteration_folder,
     latest,
@@ -151,15 +150,6 @@ def verify(folder: Path, share: tuple[int, int] = WHOLE) -> tuple[str, ...]:
         return tuple(find_damage(folder, read_index(folder), share))
     except UserError as error:
         return error.problems
-
-
-def newest_intact(root: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
-    """Return the newest intact checkpoint of a run (None: there is none), and the newer ones skipped, with reasons.
-
-    Reads all bytes of what it finds, and never raises for the content of the folder.  A checkpoint later than the
-    tracker is skipped, since its save was not finished, or the run was rolled back to before it.
-    """
-    return first_intact(candidates(root), verify)
 
 
 def first_intact(

@@ -169,7 +169,7 @@ class RunSpec:
     def parallel_state(self) -> ParallelState:
         """The place of this rank among all ranks: its groups, links, ranks and sizes."""
         axes, links = communication_axes(self.arch, self.mode, self.mesh), pipeline_links(self.arch, self.pipeline)
-        return ParallelState(self.mesh, self.pipeline.owners, axes, links)
+        return ParallelState(self.mesh, axes, links)
 
     @cached_property
     def sharding(self) -> Sharding:

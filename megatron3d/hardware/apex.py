@@ -21,6 +21,7 @@ import torch
 from megatron3d.errors import UserError
 from megatron3d.ops.norm import NormKernels
 
+_ADAM_KEY, _NORM_KEY = "optimizer.adam_implementation", "train.norm_implementation"
 ADAM_EXTENSION, NORM_EXTENSION = "amp_C", "fused_layer_norm_cuda"
 INSTALL = (
     "git clone https://github.com/NVIDIA/apex && pip install -v --no-build-isolation "
@@ -64,37 +65,35 @@ def describe_apex() -> str:
     return f"apex: {find_apex()}"
 
 
-def adam_kernel(
-    devices: Iterable[torch.device], asked_by: str = "optimizer.adam_implementation"
-) -> Callable[..., None]:
+def adam_kernel(devices: Iterable[torch.device]) -> Callable[..., None]:
     """Return the kernel `amp_C.multi_tensor_adam_capturable`; raises UserError if it is missing or on CPU devices."""
-    _check(devices, f"{asked_by}=apex", f"{asked_by} torch")
-    extension = _load(ADAM_EXTENSION, asked_by)
+    _check(devices, _ADAM_KEY)
+    extension = _load(ADAM_EXTENSION, _ADAM_KEY)
     kernel: Callable[..., None] | None = getattr(extension, "multi_tensor_adam_capturable", None)
     if kernel is None:
         raise UserError(
-            f"{asked_by}=apex: {find_apex()}, older than October 2022: its {ADAM_EXTENSION} has no "
-            f"multi_tensor_adam_capturable; install a newer one, or use {asked_by} torch"
+            f"{_ADAM_KEY}=apex: {find_apex()}, older than October 2022: its {ADAM_EXTENSION} has no "
+            f"multi_tensor_adam_capturable; install a newer one, or use {_ADAM_KEY} torch"
         )
     return kernel
 
 
-def fused_norms(devices: Iterable[torch.device], asked_by: str = "train.norm_implementation") -> NormKernels:
+def fused_norms(devices: Iterable[torch.device]) -> NormKernels:
     """Return apex's LayerNorm and RMSNorm kernels, whose weights must have the dtype of x.
 
-    Raises UserError, which names the key `asked_by`, if they are missing or a device is a CPU.
+    Raises UserError if they are missing or a device is a CPU.
     """
-    _check(devices, f"{asked_by}=apex", f"{asked_by} torch")
-    _load(NORM_EXTENSION, asked_by)
-    functions: Any = _load("apex.normalization.fused_layer_norm", asked_by)
+    _check(devices, _NORM_KEY)
+    _load(NORM_EXTENSION, _NORM_KEY)
+    functions: Any = _load("apex.normalization.fused_layer_norm", _NORM_KEY)
     return NormKernels(
         lambda x, weight, bias, eps: functions.fused_layer_norm_affine(x, weight, bias, weight.shape, eps),
         lambda x, weight, eps: functions.fused_rms_norm_affine(x, weight, weight.shape, eps),
     )
 
 
-def _check(devices: Iterable[torch.device], asked: str, instead: str) -> None:
-    found = find_apex()
+def _check(devices: Iterable[torch.device], asked_by: str) -> None:
+    found, asked, instead = find_apex(), f"{asked_by}=apex", f"{asked_by} torch"
     if found.state != "ready":
         remedy = "pip uninstall apex, then " if found.state in ("web", "other") else ""
         raise UserError(f"{asked}: {found}; {remedy}install NVIDIA's ({INSTALL}), or use {instead}")

@@ -32,7 +32,7 @@ from megatron3d.model.spec import GATED, Architecture, expert_layers, has_expert
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.modes.mode import Mode
 
-QKV, PROJ, FC1, FC2 = LINEARS = ("attention.qkv", "attention.proj", "mlp.fc1", "mlp.fc2")
+QKV, PROJ, FC1, FC2 = ("attention.qkv", "attention.proj", "mlp.fc1", "mlp.fc2")
 SHARED_FC1, SHARED_FC2 = "mlp.shared_experts.fc1", "mlp.shared_experts.fc2"
 MTP_LINEARS = ("hidden_proj", "embedding_proj")
 DOWN, Q_UP, KV_UP = ("attention.down", "attention.q_up", "attention.kv_up")

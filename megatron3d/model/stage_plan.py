@@ -123,11 +123,6 @@ class Stage:
     has_embedding: bool
     has_head: bool
 
-    @staticmethod
-    def whole(num_layers: int) -> Stage:
-        """Return the only stage of a model without pipeline parallelism."""
-        return Stage(0, range(num_layers), has_embedding=True, has_head=True)
-
 
 @dataclass(frozen=True)
 class StageAssignment:

@@ -141,10 +141,9 @@ def _update_chunk(
         if noise is None or old.dtype != torch.bfloat16:
             torch.where(is_skipped, old, wide.to(old.dtype), out=old)
         else:
-            bits = _low_bits(noise, shift).add_(wide.float().view(torch.int32))
-            old_bits = old.view(torch.int16)
-            torch.where(is_skipped, old_bits, _halves(bits)[1], out=old_bits)
-            del bits  # otherwise two of them would be live
+            old_bits, new_bits = old.view(torch.int16), _round_stochastically(wide, noise, shift).view(torch.int16)
+            torch.where(is_skipped, old_bits, new_bits, out=old_bits)  # a third less time than in bf16
+            del new_bits  # otherwise two of them would be live
 
 
 def _adamw_step(
@@ -201,7 +200,7 @@ def _low_bits(noise: Tensor, shift: int) -> Tensor:
     return (noise >> shift).bitwise_and_(0xFFFF) if shift else noise & 0xFFFF
 
 
-def _round_stochastically(wide: Tensor, noise: Tensor) -> Tensor:
-    """Round stochastically to one of the two nearest bf16 numbers; 16 bits of `noise` decide."""
-    bits = _low_bits(noise, 0).add_(wide.float().view(torch.int32))
+def _round_stochastically(wide: Tensor, noise: Tensor, shift: int) -> Tensor:
+    """Round stochastically to one of the two nearest bf16 numbers; 16 bits of `noise` from `shift` on decide."""
+    bits = _low_bits(noise, shift).add_(wide.float().view(torch.int32))
     return _halves(bits)[1].view(torch.bfloat16)

@@ -17,14 +17,14 @@ Eight ranks with TP 2 (one tensor axis t), PP 2 and DP 2:
 `RunSpec.parallel_state` is the state of a run.  It is a value that is passed; no module holds a current one.
 
     Megatron-LM (megatron/core/parallel_state.py)           here
-    get_tensor_model_parallel_rank(), _world_size()         .tensor_parallel_rank, .tensor_parallel_size
+    get_tensor_model_parallel_rank(), _world_size()         .mesh.index(state.tensor_axes), .tensor_parallel_size
     get_pipeline_model_parallel_rank(), _world_size()       .pipeline_parallel_rank, .pipeline_parallel_size
     get_data_parallel_rank(), _world_size()                 .data_parallel_rank, .data_parallel_size
-    get_context_parallel_rank(), _world_size()              .context_parallel_rank, .context_parallel_size
-    get_*_parallel_group()                                  .tensor_parallel_group, .pipeline_parallel_group, ...
+    get_context_parallel_rank(), _world_size()              .mesh.index(mesh.context), .mesh.size(mesh.context)
+    get_*_parallel_group()                                  .group(state.tensor_axes), .pipeline_parallel_group, ...
     get_pipeline_model_parallel_first_rank(), _last_rank()  .pipeline_parallel_group[0], [-1]
-    is_pipeline_first_stage(), is_pipeline_last_stage()     .is_first_stage, .is_last_stage
-    num_distributed_optimizer_instances                     .replica_size (the replicate degree of HSDP)
+    is_pipeline_first_stage(), is_pipeline_last_stage()     Stage.has_embedding, Stage.has_head
+    num_distributed_optimizer_instances                     .mesh.sizes[REPLICA] (the replicate degree of HSDP)
     initialize_model_parallel()                             ProcessComm(state.mesh, state.group_axes, state.links)
 """
 
@@ -109,13 +109,11 @@ class ParallelState:
 
     Attributes:
         mesh: the grid of ranks, seen from this one.
-        stage_owners: `stage_owners[stage]` is the pipeline rank that holds a stage (model chunk).
         group_axes: sets of mesh axes that the run communicates over, a process group each, in the order of creation.
         links: pairs of pipeline ranks that send to each other.
     """
 
     mesh: Mesh
-    stage_owners: tuple[int, ...] = ()
     group_axes: tuple[Axes, ...] = ()
     links: tuple[Link, ...] = ()
 
@@ -145,36 +143,9 @@ class ParallelState:
     # Tensor parallelism
 
     @property
-    def tensor_parallel_rank(self) -> int:
-        """Rank within the tensor-parallel group, the first tensor axis slowest."""
-        return self.mesh.index(self.tensor_axes)
-
-    @property
     def tensor_parallel_size(self) -> int:
         """Size of the tensor-parallel group (TP)."""
         return self.mesh.size(self.tensor_axes)
-
-    @property
-    def tensor_parallel_group(self) -> tuple[int, ...]:
-        """Global ranks that share this rank's layers, sequences and positions."""
-        return self.group(self.tensor_axes)
-
-    # Context parallelism
-
-    @property
-    def context_parallel_rank(self) -> int:
-        """Rank among those that hold other positions of the same sequences."""
-        return self.mesh.index(self.mesh.context)
-
-    @property
-    def context_parallel_size(self) -> int:
-        """Number of ranks that split the positions of a sequence (CP)."""
-        return self.mesh.size(self.mesh.context)
-
-    @property
-    def context_parallel_group(self) -> tuple[int, ...]:
-        """Global ranks that hold the positions of this rank's sequences, in the order of the context rank."""
-        return self.group(self.mesh.context)
 
     # Pipeline parallelism
 
@@ -194,16 +165,6 @@ class ParallelState:
         return self.group((PIPELINE,))
 
     @property
-    def is_first_stage(self) -> bool:
-        """Whether this rank holds the first stage, with the embedding."""
-        return (self.stage_owners or (0,))[0] == self.pipeline_parallel_rank
-
-    @property
-    def is_last_stage(self) -> bool:
-        """Whether this rank holds the last stage, with the LM head; the first rank of a V-shaped schedule does."""
-        return (self.stage_owners or (self.pipeline_parallel_size - 1,))[-1] == self.pipeline_parallel_rank
-
-    @property
     def my_links(self) -> tuple[Link, ...]:
         """Links of which this rank is one end."""
         return tuple(link for link in self.links if self.mesh.coord(link.axis) in link.ends)
@@ -219,38 +180,3 @@ class ParallelState:
     def data_parallel_size(self) -> int:
         """Number of data-parallel ranks (DP): replicas x shards."""
         return self.mesh.size(DATA)
-
-    @property
-    def data_parallel_group(self) -> tuple[int, ...]:
-        """Global ranks that hold the same part of the model and train on other sequences."""
-        return self.group(DATA)
-
-    @property
-    def replica_rank(self) -> int:
-        """Index of the HSDP replica that this rank belongs to."""
-        return self.mesh.coord(REPLICA)
-
-    @property
-    def replica_size(self) -> int:
-        """Number of HSDP replicas."""
-        return self.mesh.sizes[REPLICA]
-
-    @property
-    def replica_group(self) -> tuple[int, ...]:
-        """Global ranks that hold the same ZeRO shard, one in each replica."""
-        return self.group((REPLICA,))
-
-    @property
-    def shard_rank(self) -> int:
-        """Index of this rank among the data-parallel ranks of its replica."""
-        return self.mesh.coord(SHARD)
-
-    @property
-    def shard_size(self) -> int:
-        """Number of data-parallel ranks of one replica; ZeRO shards over these and the context ranks."""
-        return self.mesh.sizes[SHARD]
-
-    @property
-    def shard_group(self) -> tuple[int, ...]:
-        """Global data-parallel ranks of this rank's replica; ZeRO shards over these and their context groups."""
-        return self.group((SHARD,))

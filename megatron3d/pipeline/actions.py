@@ -104,17 +104,6 @@ def completed_by(action: Action) -> tuple[Action, ...]:
     return (action,)
 
 
-def dependencies(action: Action, num_stages: int) -> tuple[Action, ...]:
-    """Return the computations whose results a computation consumes."""
-    kind, stage, mb = action
-    if kind is ActionKind.F:
-        return (Action(ActionKind.F, stage - 1, mb),) if stage else ()
-    if kind is ActionKind.W:
-        return (Action(ActionKind.I, stage, mb),)
-    from_next = (Action(ActionKind.I, stage + 1, mb),) if stage + 1 < num_stages else ()
-    return (Action(ActionKind.F, stage, mb), *from_next)
-
-
 def activations_in_flight(actions: Iterable[Action], wgrad_fraction: float = 1.0) -> list[float]:
     """Return the activations held after each action of a rank, in activations of one microbatch of one stage.
 

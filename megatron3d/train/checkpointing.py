@@ -108,11 +108,6 @@ def _cursors(state: TrainState) -> dict[str, list[int]]:
     return {lane: list(cursor) for cursors in known for lane, cursor in cursors.items()}
 
 
-def save_state(root: Path, state: TrainState, identity: Mapping[str, JsonValue]) -> Path:
-    """Write a checkpoint, synchronously, on all ranks."""
-    return store.save(root, state.iteration, _pieces(state, _uncopied), describe(state, identity), state.model.comm)
-
-
 def load_state(
     folder: Path, state: TrainState, identity: Mapping[str, JsonValue], options: LoadOptions = EVERYTHING
 ) -> None:

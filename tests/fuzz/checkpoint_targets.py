@@ -14,11 +14,12 @@ from megatron3d.checkpoint.compare import describe_differences, flatten, mean_pi
 from megatron3d.checkpoint.index import Index, Meta, read_index, read_meta
 from megatron3d.checkpoint.pieces import Piece
 from megatron3d.checkpoint.read import load_with_index
-from megatron3d.checkpoint.store import newest_intact, save
+from megatron3d.checkpoint.store import save
 from megatron3d.comm.objects import GroupObjects
 from megatron3d.errors import UserError
 from megatron3d.parallel.mesh import Mesh
 from tests.fuzz.runner import Files, Target
+from tests.support.checkpoints import newest_intact
 
 INDEX, BOXES = "run/iter_0000003/index.json", "run/iter_0000003/rank_00000.safetensors"
 TENSORS = {

@@ -73,8 +73,8 @@ def test_stochastic_rounding_is_equal_in_every_bit(device: torch.device) -> None
     here = noise(weight, grad)
     there = noise(weight.to(device), grad.to(device))
     assert torch.equal(there.cpu(), here)
-    got = _round_stochastically(weight.to(device), there)
-    assert torch.equal(got.cpu().view(torch.int16), _round_stochastically(weight, here).view(torch.int16))
+    got = _round_stochastically(weight.to(device), there, 0)
+    assert torch.equal(got.cpu().view(torch.int16), _round_stochastically(weight, here, 0).view(torch.int16))
 
 
 def noise(weight: Tensor, grad: Tensor) -> Tensor:

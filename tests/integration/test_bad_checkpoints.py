@@ -18,8 +18,9 @@ import pytest
 from megatron3d.checkpoint import store
 from megatron3d.checkpoint.index import StoredTensor
 from megatron3d.checkpoint.pieces import Piece
-from megatron3d.checkpoint.store import newest_intact, verify
+from megatron3d.checkpoint.store import verify
 from megatron3d.errors import ExitCode
+from tests.support.checkpoints import newest_intact
 from tests.support.tiny_run import Words, cut, in_run, launch, refuse, run, steps, tree, write_config
 
 Damage = Callable[[Path], object]

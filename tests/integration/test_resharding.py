@@ -23,10 +23,11 @@ from megatron3d.config.validate.rules import check
 from megatron3d.data.loader import BatchLoader
 from megatron3d.optim.lr_schedule import learning_rate
 from megatron3d.parallel.modes import MODES
-from megatron3d.train.checkpointing import load_state, save_state, source_of
+from megatron3d.train.checkpointing import load_state, source_of
 from megatron3d.train.state import TrainState, build_state
 from megatron3d.train.step import StepSettings, train_step
 from megatron3d.verify.layouts import RandomSamples
+from tests.support.checkpoints import save_state
 from tests.support.tiny_run import stored
 from tests.support.turn_ranks import connect, run_turns
 

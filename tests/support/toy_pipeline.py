@@ -19,9 +19,10 @@ from megatron3d.linear.matmul import linear
 from megatron3d.parallel.links import Link
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Axes, Mesh
-from megatron3d.pipeline.actions import Action, ActionKind, Schedule, completed_by, dependencies, stage_to_rank
+from megatron3d.pipeline.actions import Action, ActionKind, Schedule, completed_by, stage_to_rank
 from megatron3d.pipeline.engine import ActivationTransfer, Engine, Observer, no_observer
 from megatron3d.pipeline.lower import lower
+from tests.support.dependencies import dependencies
 from tests.support.shards import normal
 from tests.support.turn_ranks import make_comm, run_turns
 

@@ -236,10 +236,6 @@ class TokenOrder:
         alike = tuple(self.chunks(seq_length, rank) for rank in range(self.num_ranks))
         return balanced_chunks(alike, starts, self.window) if self.by_documents and starts else alike
 
-    def local_length(self, seq_length: int) -> int:
-        """Return how many positions of each sequence this rank holds."""
-        return seq_length // self.num_ranks
-
     def sequences(self, num_sequences: int, axes: Axes) -> Span:
         """Return this rank's sequences of a microbatch whose tokens `axes` split."""
         return span(num_sequences, tuple(axis for axis in axes if axis not in self.context), self.mesh)

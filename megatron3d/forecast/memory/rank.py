@@ -407,11 +407,6 @@ def transient_peaks(step: StepSpec) -> dict[str, int]:
 _DONE = 2
 
 
-def reserved_memory(step: StepSpec, profile: ExecutionProfile) -> RankMemory:
-    """Return the memory that is reserved on the rank that the step's mesh is seen from."""
-    return reserved_for(rank_memory(step), step, profile)
-
-
 def reserved_for(memory: RankMemory, step: StepSpec, profile: ExecutionProfile) -> RankMemory:
     """Return the memory that is reserved for these tensors of a rank."""
     terms = profile.fitted

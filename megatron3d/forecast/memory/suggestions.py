@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from megatron3d.config.validate.layout import feature_dimensions
 from megatron3d.forecast.memory.local_sizes import LocalSizes
@@ -54,20 +55,14 @@ class Suggestion:
         return f"{self.settings}: {self.saves / 2**20:,.0f} MiB less, {self.total / 2**20:,.0f} MiB on this rank"
 
 
-def suggest(step: StepSpec, missing: int = 0, count: int = 3) -> list[Suggestion]:
-    """Return the cheapest changes of different kinds that each save `missing` bytes, by price; then those that save
-    most."""
-    now = rank_memory(step).total
-
-    def order(change: Suggestion) -> tuple[bool, float]:
-        return change.saves < missing, -change.saves if change.saves < missing else change.price
-
-    best = []
+def suggest(step: StepSpec, count: int = 3) -> list[Suggestion]:
+    """Return the cheapest change of each kind that saves memory worth naming, by price."""
+    now, price_of, best = rank_memory(step).total, attrgetter("price"), []
     for candidates in (_recomputations, _zero_stages, _forms, _smaller_micro_batches, _schedules):
         evaluated = [(settings, price, rank_memory(changed).total) for settings, price, changed in candidates(step)]
         changes = [Suggestion(settings, price, now - total, total) for settings, price, total in evaluated]
-        best += sorted((change for change in changes if change.saves >= _WORTH * now), key=order)[:1]
-    return sorted(best, key=order)[:count]
+        best += sorted((change for change in changes if change.saves >= _WORTH * now), key=price_of)[:1]
+    return sorted(best, key=price_of)[:count]
 
 
 def _recomputations(step: StepSpec) -> Candidates:

@@ -14,9 +14,10 @@ import torch
 from megatron3d.checkpoint import store as write
 from megatron3d.checkpoint.async_saver import CheckpointSaver
 from megatron3d.checkpoint.publish import RetentionPolicy
-from megatron3d.checkpoint.store import Piece, latest, load, newest_intact, verify
+from megatron3d.checkpoint.store import Piece, latest, load, verify
 from megatron3d.errors import UserError
 from megatron3d.parallel.mesh import Mesh
+from tests.support.checkpoints import newest_intact
 
 TWO, ONE = Mesh((("x", 2),)), Mesh((("x", 1),))
 

@@ -18,9 +18,10 @@ import xxhash
 from megatron3d.checkpoint.compare import describe_differences, mean_pieces
 from megatron3d.checkpoint.index import MAX_BYTES, read_index
 from megatron3d.checkpoint.read import load
-from megatron3d.checkpoint.store import Piece, newest_intact, save, verify
+from megatron3d.checkpoint.store import Piece, save, verify
 from megatron3d.errors import UserError
 from megatron3d.parallel.mesh import Mesh
+from tests.support.checkpoints import newest_intact
 
 ONE = Mesh((("x", 1),))
 FILE = "rank_00000.safetensors"

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron3d.checkpoint.store import Piece, latest, load, newest_intact, read_meta, resolve, save
+from megatron3d.checkpoint.store import Piece, latest, load, read_meta, resolve, save
 from megatron3d.errors import UserError
 from megatron3d.parallel.mesh import Mesh
+from tests.support.checkpoints import newest_intact
 
 ONE = Mesh((("x", 1),))
 

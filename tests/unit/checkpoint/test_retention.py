@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from megatron3d.checkpoint.async_saver import CheckpointSaver
 from megatron3d.checkpoint.publish import RetentionPolicy, finished_checkpoints, prune, remove_non_persistent
-from megatron3d.checkpoint.store import Piece, latest, newest_intact
+from megatron3d.checkpoint.store import Piece, latest
 from megatron3d.config.schema import CheckpointConfig
 from megatron3d.parallel.mesh import Mesh
+from tests.support.checkpoints import newest_intact
 
 ONE = Mesh((("x", 1),))
 TRACKER = "latest_checkpointed_iteration.txt"

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from megatron3d.checkpoint.publish import move_tracker_back
-from megatron3d.checkpoint.store import Piece, latest, load, newest_intact, save, verify
+from megatron3d.checkpoint.store import Piece, latest, load, save, verify
 from megatron3d.errors import UserError
 from megatron3d.parallel.mesh import Mesh
+from tests.support.checkpoints import newest_intact
 
 TWO = Mesh((("x", 2),))
 TRACKER = "latest_checkpointed_iteration.txt"

@@ -23,8 +23,9 @@ from megatron3d.config.schema import Config, ModelConfig
 from megatron3d.convert.compare import stored_inputs
 from megatron3d.convert.conversion import ConversionRequest, from_hub, read_architecture, to_hub
 from megatron3d.parallel.mesh import Mesh
-from megatron3d.train.checkpointing import load_weights, save_state
+from megatron3d.train.checkpointing import load_weights
 from megatron3d.train.state import TrainState, build_state, connect
+from tests.support.checkpoints import save_state
 from tests.support.hub_models import (
     GPT2,
     LLAMA,

@@ -126,8 +126,8 @@ def test_a_missing_kernel_is_refused_with_instructions(folder: Path, name: str) 
     assert "git clone https://github.com/NVIDIA/apex && pip install" in message
     assert message.endswith("or use optimizer.adam_implementation torch")
     assert ("pip uninstall apex" in message) == (STATES.get(name, name) in ("web", "other"))
-    with pytest.raises(UserError, match=r"^model.some_key=apex: .*or use model.some_key torch$"):
-        fused_norms([GPU], "model.some_key")
+    with pytest.raises(UserError, match=r"^train.norm_implementation=apex: .*or use train.norm_implementation torch$"):
+        fused_norms([GPU])
 
 
 def test_a_compiled_apex_provides_its_kernel(folder: Path) -> None:
@@ -145,7 +145,7 @@ def test_a_cpu_has_no_apex_kernels(folder: Path) -> None:
 @pytest.mark.parametrize("text,reason", [("raise ImportError('undefined symbol: c10')", "undefined symbol: c10")])
 def test_extensions_of_another_torch_are_refused_with_the_reason(folder: Path, text: str, reason: str) -> None:
     install(folder, INSTALLED["ready"] | {"amp_C.py": text, "fused_layer_norm_cuda.py": text})
-    for ask in (lambda: adam_kernel([GPU]), lambda: fused_norms([GPU], "model.some_key")):
+    for ask in (lambda: adam_kernel([GPU]), lambda: fused_norms([GPU])):
         with pytest.raises(UserError, match=rf"does not load with torch .*{reason}.*install it again"):
             ask()
 
@@ -158,7 +158,7 @@ def test_an_old_apex_without_the_kernel_is_refused(folder: Path) -> None:
 
 def test_norms_call_apexs_functions_over_the_last_dimension(folder: Path) -> None:
     install(folder, INSTALLED["ready"])
-    norms, x, weight, bias = fused_norms([GPU], "model.some_key"), torch.ones(2, 3), torch.ones(3), torch.zeros(3)
+    norms, x, weight, bias = fused_norms([GPU]), torch.ones(2, 3), torch.ones(3), torch.zeros(3)
     assert norms.layer_norm(x, weight, bias, 1e-5) == ("layer", x, weight, bias, (3,), 1e-5)
     assert norms.rms_norm(x, weight, 1e-6) == ("rms", x, weight, (3,), 1e-6)
 

@@ -140,6 +140,14 @@ def test_context_ranks_divide_the_cache() -> None:
     assert_equal(cases)
 
 
+def num_slots(cache: KVCache, window: int | None, length: int, num_ranks: int) -> int:
+    """Return the slots of a layer on each context rank for positions below `length`, each of a key and a value."""
+    ring, mine = cache.slots_of_ring(window, num_ranks), -(-length // num_ranks)
+    if ring is not None:
+        return min(-(-(mine + 1) // cache.BLOCK) * cache.BLOCK, ring + 1)
+    return min(-(-mine // cache.BLOCK) * cache.BLOCK, max(mine, -(-cache.capacity // num_ranks)))
+
+
 def cache_bytes(
     rank: int, world_size: int, model: dict[str, Any], parallel: dict[str, Any], length: int = LENGTH
 ) -> tuple[int, int]:
@@ -150,7 +158,7 @@ def cache_bytes(
     arch, ranks = executor.model.arch, executor.model.order.num_ranks
     written = length - 1 + 2 * ranks if ranks > 1 else length  # the pass that decodes the last position is padded
     windows = [attention_kind(arch, layer).window for layer in range(arch.num_layers)]
-    slots = sum(sampler.cache.num_slots(window, written, ranks) for window in windows)
+    slots = sum(num_slots(sampler.cache, window, written, ranks) for window in windows)
     return sampler.cache.num_bytes, 2 * slots * arch.num_query_groups * arch.kv_channels * 8
 
 

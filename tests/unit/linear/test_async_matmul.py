@@ -10,7 +10,7 @@ import random
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ from megatron3d.comm.interface import Comm, GatheredProduct, Pending, PutProduct
 from megatron3d.comm.recording import Recorder
 from megatron3d.linear.main_grad import MainGrads, WgradQueue
 from megatron3d.linear.matmul import AsyncMatmul, Matmul
-from megatron3d.linear.overlap_plan import TPOverlap, async_plan, exposed_calls, in_rounds
+from megatron3d.linear.overlap_plan import IN_ROUNDS, TPOverlap, async_plan, in_rounds
 from megatron3d.parallel.layout import box, box_shape
 from megatron3d.parallel.matmul_plan import Flows, MatmulPlan, Traffic, flows
 from megatron3d.parallel.mesh import Axes, Mesh
@@ -125,6 +125,25 @@ def observed(kind: type[Matmul], plan: MatmulPlan, mesh: Mesh, split: bool) -> t
         with torch.no_grad():
             late.pop()()
     return forward, taken()
+
+
+class ExposedCalls(NamedTuple):
+    """Collectives of one matmul that begin and end without a GEMM between."""
+
+    forward: list[Traffic]
+    backward: list[Traffic]
+
+
+def exposed_calls(sent: Flows, plan: MatmulPlan, rounds: bool, splits_backward: bool = False) -> ExposedCalls:
+    """Return what remains exposed with all `tp_comm_overlap_*`, and with `tp_comm_overlap` where `rounds`.
+
+    W is prefetched, and dW reduced, during the GEMMs of neighbours.  In backward X is gathered during the dgrad GEMM
+    and dX reduced during the wgrad GEMM, unless the schedule splits them.
+    """
+    named = in_rounds(sent, plan) if rounds else sent
+    backward = named.gather_dy + (named.reduce_dx + sent.gather_x if splits_backward else [])
+    found = (named.gather_x + named.reduce_y, backward)
+    return ExposedCalls(*([call for call in calls if call.collective not in IN_ROUNDS] for calls in found))
 
 
 @pytest.mark.parametrize("split", [False, True])

@@ -142,7 +142,7 @@ def test_stages_hold_each_layer_once_and_in_order(counts: list[int]) -> None:
     stages = make_stages(counts)
     assert [layer for stage in stages for layer in stage.layers] == list(range(sum(counts)))
     assert [len(stage.layers) for stage in stages] == counts
-    assert make_stages([sum(counts)]) == (Stage.whole(sum(counts)),)
+    assert make_stages([sum(counts)]) == (Stage(0, range(sum(counts)), has_embedding=True, has_head=True),)
     assert [stage.index for stage in stages if stage.has_embedding] == [0]
     assert [stage.index for stage in stages if stage.has_head] == [len(counts) - 1]
 

@@ -190,7 +190,7 @@ def neighbours(x: Tensor) -> tuple[Tensor, Tensor]:
 def test_stochastic_rounding_takes_a_neighbour_and_is_unbiased() -> None:
     x = random(2000, 1, torch.float32)
     near, far = neighbours(x)
-    draws = torch.stack([adamw._round_stochastically(x, random_bits(2000, seed)).float() for seed in range(400)])
+    draws = torch.stack([adamw._round_stochastically(x, random_bits(2000, seed), 0).float() for seed in range(400)])
     assert bool(((draws == near) | (draws == far)).all())
     error = (draws.mean(0) - x) / (far - near)
     assert error.abs().max() < 5 * 0.5 / math.sqrt(400)
@@ -204,7 +204,7 @@ def random_bits(size: int, seed: int) -> Tensor:
 @pytest.mark.parametrize("value", [0.0, -0.0, 1.0, -3.5, 2.0**-126, math.inf, -math.inf])
 def test_values_of_bf16_are_rounded_to_themselves(value: float) -> None:
     x = torch.full((100,), value)
-    assert torch.equal(adamw._round_stochastically(x, random_bits(100, 1)), x.bfloat16())
+    assert torch.equal(adamw._round_stochastically(x, random_bits(100, 1), 0), x.bfloat16())
 
 
 @pytest.mark.parametrize("other_step", [False, True])

@@ -11,7 +11,7 @@ from megatron3d.config.schema import Config
 from megatron3d.errors import UserError
 from megatron3d.parallel.links import Link
 from megatron3d.parallel.mesh import DATA
-from megatron3d.parallel.parallel_state import ParallelSizes, ParallelState
+from megatron3d.parallel.parallel_state import REPLICA, SHARD, ParallelSizes, ParallelState
 
 # Pipeline, replicas, shards, sizes of the tensor axes.
 SHAPES = [
@@ -46,30 +46,27 @@ def test_ranks_sizes_and_groups_are_those_of_an_enumeration(shape: tuple[int, in
         assert state.world_size == len(grid)
         assert state.world_size == state.tensor_parallel_size * state.pipeline_parallel_size * state.data_parallel_size
         assert (state.pipeline_parallel_rank, state.pipeline_parallel_size) == (p, pipeline)
-        assert (state.replica_rank, state.replica_size) == (r, replicas)
-        assert (state.shard_rank, state.shard_size) == (d, shards)
+        assert (state.mesh.coord(REPLICA), state.mesh.coord(SHARD)) == (r, d)
         assert (state.data_parallel_rank, state.data_parallel_size) == (r * shards + d, replicas * shards)
-        assert (state.tensor_parallel_rank, state.tensor_parallel_size) == (positions.index(t), len(positions))
-        assert (state.is_first_stage, state.is_last_stage) == (p == 0, p == pipeline - 1)
+        assert (state.mesh.index(state.tensor_axes), state.tensor_parallel_size) == (positions.index(t), len(positions))
         groups = {
-            state.tensor_parallel_group: [at[:3] == (p, r, d) for at in grid],
+            state.group(state.tensor_axes): [at[:3] == (p, r, d) for at in grid],
             state.pipeline_parallel_group: [at[1:] == (r, d, t) for at in grid],
-            state.data_parallel_group: [(at[0], at[3]) == (p, t) for at in grid],
-            state.replica_group: [(at[0], *at[2:]) == (p, d, t) for at in grid],
-            state.shard_group: [(*at[:2], at[3]) == (p, r, t) for at in grid],
+            state.group(DATA): [(at[0], at[3]) == (p, t) for at in grid],
+            state.group((REPLICA,)): [(at[0], *at[2:]) == (p, d, t) for at in grid],
+            state.group((SHARD,)): [(*at[:2], at[3]) == (p, r, t) for at in grid],
         }
         for group, members in groups.items():
             assert list(group) == [rank for rank, is_member in enumerate(members) if is_member]
-        assert state.data_parallel_group.index(state.rank) == state.data_parallel_rank
-        assert state.tensor_parallel_group.index(state.rank) == state.tensor_parallel_rank
+        assert state.group(DATA).index(state.rank) == state.data_parallel_rank
+        assert state.group(state.tensor_axes).index(state.rank) == state.mesh.index(state.tensor_axes)
         assert state.pipeline_parallel_group.index(state.rank) == state.pipeline_parallel_rank
-        assert state.group(DATA) == state.data_parallel_group
 
 
 def test_the_picture_of_the_docstring() -> None:
     every = states(2, 1, 2, (2,))
-    assert [state.tensor_parallel_group for state in every[::2]] == [(0, 1), (2, 3), (4, 5), (6, 7)]
-    assert [every[rank].data_parallel_group for rank in (0, 1, 4, 5)] == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert [state.group(state.tensor_axes) for state in every[::2]] == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert [every[rank].group(DATA) for rank in (0, 1, 4, 5)] == [(0, 2), (1, 3), (4, 6), (5, 7)]
     assert [state.pipeline_parallel_group for state in every[:4]] == [(0, 4), (1, 5), (2, 6), (3, 7)]
 
 
@@ -93,8 +90,7 @@ def test_first_and_last_stage_and_links_of_every_rank() -> None:
         parallel = {"pipeline_model_parallel_size": 4, "pipeline_schedule": schedule}
         spec = RunSpec(Config.model_validate({"model": model, "parallel": parallel, "train": train}), 4)
         every = [spec.on_rank(rank).parallel_state for rank in range(4)]
-        assert [state.is_first_stage for state in every] == [rank == first for rank in range(4)]
-        assert [state.is_last_stage for state in every] == [rank == last for rank in range(4)]
+        assert (spec.stage_owners[0], spec.stage_owners[-1]) == (first, last)
         assert {link.ends for link in every[0].links} == links
         for rank, state in enumerate(every):
             assert {*state.my_links} == {Link("pipeline", *pair) for pair in links if rank in pair}

@@ -7,15 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import _Action
 
-from megatron3d.pipeline.actions import (
-    Action,
-    ActionKind,
-    completed_by,
-    dependencies,
-    parse_action,
-    rank_in_loop,
-    rank_in_v,
-)
+from megatron3d.pipeline.actions import Action, ActionKind, completed_by, parse_action, rank_in_loop, rank_in_v
+from tests.support.dependencies import dependencies
 
 F, B, I, W = ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W  # noqa: E741  the field's names
 

@@ -24,7 +24,6 @@ from megatron3d.pipeline.actions import (
     Action,
     Schedule,
     activations_in_flight,
-    dependencies,
     parse_action,
     stage_to_rank,
 )
@@ -33,6 +32,7 @@ from megatron3d.pipeline.lower import lower
 from megatron3d.pipeline.schedules import SCHEDULES, build_schedule
 from megatron3d.pipeline.simulate import peak_activations
 from megatron3d.pipeline.validate import execution_problems
+from tests.support.dependencies import dependencies
 from tests.support.shards import error
 from tests.support.toy_pipeline import (
     HIDDEN,

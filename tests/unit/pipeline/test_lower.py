@@ -23,7 +23,6 @@ from megatron3d.pipeline.actions import (
     Costs,
     Schedule,
     completed_by,
-    dependencies,
     keep_first_microbatches,
     parse_action,
     stage_to_rank,
@@ -31,6 +30,7 @@ from megatron3d.pipeline.actions import (
 from megatron3d.pipeline.lower import lower, peer_rank, send_recv_after
 from megatron3d.pipeline.schedules import SCHEDULES, build_schedule
 from megatron3d.pipeline.simulate import simulate
+from tests.support.dependencies import dependencies
 
 Links = Mapping[tuple[int, int], list[str]]
 

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron3d.errors import UserError
-from megatron3d.pipeline.actions import Action, ActionKind, Costs, Schedule, completed_by, dependencies, parse_costs
+from megatron3d.pipeline.actions import Action, ActionKind, Costs, Schedule, completed_by, parse_costs
 from megatron3d.pipeline.schedules import SCHEDULES, build_schedule
 from megatron3d.pipeline.simulate import Timeline, simulate
+from tests.support.dependencies import dependencies
 
 RANKS, MICROBATCHES, TIME = st.integers(1, 8), st.integers(1, 24), st.floats(0.1, 10)
 

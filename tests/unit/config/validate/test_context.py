@@ -66,9 +66,9 @@ def test_context_ranks_read_the_same_sequences(context: int) -> None:
     parallel = {"context_parallel_size": context, "tensor_model_parallel_size": 2}
     config = Config.model_validate({"model": MODEL, "parallel": parallel})
     state = RunSpec(config, 16, 61, rank=13).parallel_state
-    assert (state.context_parallel_size, state.tensor_parallel_size) == (context, 2)
+    assert (state.mesh.size(state.mesh.context), state.tensor_parallel_size) == (context, 2)
     assert state.data_parallel_size == 8 // context
-    assert state.context_parallel_group.index(13) == state.context_parallel_rank
+    assert state.group(state.mesh.context).index(13) == state.mesh.index(state.mesh.context)
     assert state.tensor_axes == ("t",)
 
 

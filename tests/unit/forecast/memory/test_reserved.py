@@ -9,13 +9,7 @@ import pytest
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.forecast.memory.local_sizes import KERNELS
-from megatron3d.forecast.memory.rank import (
-    gathered_inputs,
-    largest_rank_memory,
-    num_logits,
-    rank_memory,
-    reserved_memory,
-)
+from megatron3d.forecast.memory.rank import gathered_inputs, largest_rank_memory, num_logits, rank_memory, reserved_for
 from megatron3d.forecast.memory.step_spec import StepSpec, make_step_spec
 from megatron3d.forecast.time.practices import OURS, ExecutionProfile, FittedTerms, fitted_terms, practice
 
@@ -36,7 +30,7 @@ def with_terms(**terms: float) -> ExecutionProfile:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_neutral_terms_change_nothing(rank: int) -> None:
     step = step_of().on_pipeline_rank(rank)
-    assert reserved_memory(step, OURS) == rank_memory(step)
+    assert reserved_for(rank_memory(step), step, OURS) == rank_memory(step)
 
 
 def test_each_part_has_its_factor() -> None:
@@ -44,7 +38,8 @@ def test_each_part_has_its_factor() -> None:
     bare = rank_memory(step)
     moving = bare.activations + bare.categories["moment"]
     expected = bare.total + 2 * moving + 16 * num_logits(step)
-    assert reserved_memory(step, with_terms(activation_memory=3, logit_memory=16)).total == pytest.approx(expected)
+    found = reserved_for(bare, step, with_terms(activation_memory=3, logit_memory=16))
+    assert found.total == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1])
@@ -53,7 +48,7 @@ def test_buckets_hold_gradients_again_where_ranks_reduce_them(zero_stage: int) -
     for data in (1, 2):
         step = step_of(pipeline=1, data=data, zero_stage=zero_stage)
         bare = rank_memory(step)
-        added = reserved_memory(step, profile).gradients - bare.gradients
+        added = reserved_for(rank_memory(step), step, profile).gradients - bare.gradients
         assert added == (bare.weights if data == 2 else 0)  # of bf16, both
 
 
@@ -74,7 +69,7 @@ def test_gathered_inputs_are_of_microbatches_that_a_host_launches_ahead() -> Non
     assert ahead == [2 * layers[0] * one, layers[1] * one, 0, 0] and layers[1] > 0
     assert gathered_inputs(step_of(tensor=1, pipeline=1)) == 0  # nothing is gathered
     step = step_of(pipeline=1, sequence_parallel=True)
-    added = reserved_memory(step, with_terms(gathered_memory=0.5)).total - rank_memory(step).total
+    added = reserved_for(rank_memory(step), step, with_terms(gathered_memory=0.5)).total - rank_memory(step).total
     assert added == 2 * one
 
 
