@@ -49,6 +49,7 @@ AHEAD = ("tests/unit/model/test_mtp.py",)
 LATENT = ("tests/unit/model/test_latent_attention.py",)
 LATENT_LAYOUTS = ("tests/integration/test_latent_equality.py",)
 LATENT_CACHE = ("tests/unit/inference/test_sampling.py", "-k", "latent")
+GEMM = ("tests/unit/linear/test_gemm.py",)
 FLOPS = ("tests/unit/model/test_flops.py",)
 GPU_RATES = ("tests/unit/tools/test_calibrate_gpus.py",)
 DRAFTS = ("tests/unit/inference/test_speculation.py", "-k", "caches or distribution")
@@ -654,21 +655,35 @@ MUTATIONS = [
         "sum_MH.add(self.mlp_dropout(y_MH, at))",
         ("tests/unit/model/test_peers.py",),
     ),
-    Mutation("bias added by every rank of K", "linear/matmul.py", "None if plan.k else bias_N", "bias_N"),
+    Mutation("bias added by every rank of K", "linear/matmul.py", "not (plan.k or rounds.x", "not (rounds.x"),
     Mutation(
         "dX not reduced over one axis",
         "linear/matmul.py",
-        "plan.dx_moves, X_DIMS, comm) if w else None",
-        "plan.dx_moves[1:], X_DIMS, comm) if w else None",
+        "self.gemm.dx(dy, w), plan.dx_moves, X_DIMS",
+        "self.gemm.dx(dy, w), plan.dx_moves[1:], X_DIMS",
     ),
     Mutation("bias gradient dropped", "linear/matmul.py", "dy_MN.sum(0) if needs_db", "dy_MN.sum(0) * 0 if needs_db"),
     Mutation(
         "dX of a dY gathered in rounds not reduced",
         "linear/matmul.py",
-        "reduce(dx_MK, plan.dx_moves, X_DIMS, self.comm)",
-        "reduce(dx_MK, (), X_DIMS, self.comm)",
+        "reduce(dx_MK, plan.dx_moves, X_DIMS, comm)",
+        "reduce(dx_MK, (), X_DIMS, comm)",
     ),
     Mutation("bias of a matmul in rounds dropped", "linear/matmul.py", "else y_MN.add_(bias_N)", "else y_MN"),
+    Mutation(
+        "scales of a GEMM's operand are not gathered",
+        "linear/collectives.py",
+        "Operand(data.wait(), scales.wait())",
+        "Operand(data.wait(), operand.scales)",
+        GEMM,
+    ),
+    Mutation(
+        "forward keeps the operand without its scales",
+        "linear/matmul.py",
+        "x, w = matmul.gemm.kept(ctx.saved_tensors)",
+        "x, w = (each._replace(scales=None) for each in matmul.gemm.kept(ctx.saved_tensors))",
+        GEMM,
+    ),
     Mutation(
         "rows in rounds multiplied in another rank's place",
         "comm/matmul_rounds.py",

@@ -7,9 +7,10 @@ nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol
 
 from torch import Tensor
+from typing_extensions import TypeVar  # with defaults, which typing has from Python 3.13 on
 
 from megatron3d.parallel.links import Link
 from megatron3d.parallel.mesh import Axes, Mesh
@@ -20,18 +21,21 @@ PutProduct = Callable[[Tensor, Tensor, Tensor], None]
 Counts = Sequence[int]
 
 
-class Pending:
-    """Result of an asynchronous collective; after `wait` it no longer keeps the tensors alive."""
+T = TypeVar("T", default=Tensor)
 
-    def __init__(self, finish: Callable[[], Tensor], is_done: Callable[[], bool] | None = None) -> None:
-        self._finish: Callable[[], Tensor] | None = finish
+
+class Pending(Generic[T]):
+    """Result of an asynchronous collective, a tensor; after `wait` it no longer keeps the tensors alive."""
+
+    def __init__(self, finish: Callable[[], T], is_done: Callable[[], bool] | None = None) -> None:
+        self._finish: Callable[[], T] | None = finish
         self._is_done = is_done
 
     def is_done(self) -> bool:
         """Return whether `wait` would return at once; True where that is not known."""
         return self._is_done is None or self._is_done()
 
-    def wait(self) -> Tensor:
+    def wait(self) -> T:
         """Wait for the result and return it; to be called once."""
         finish = self._finish
         assert finish is not None, "a collective is waited for twice"
@@ -39,8 +43,8 @@ class Pending:
         return finish()
 
 
-def completed(x: Tensor) -> Pending:
-    """Return a `Pending` for a tensor that needs no communication."""
+def completed(x: T) -> Pending[T]:
+    """Return a `Pending` for a result that needs no communication."""
     return Pending(lambda: x)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron3d.comm.interface import Pending, completed
 from megatron3d.experts.rows import ranges
-from megatron3d.linear.gemm import product_in, put_product
+from megatron3d.linear.gemm import NATIVE, Gemm
 from megatron3d.linear.main_grad import MainGrads, WgradQueue
 
 # The kernel reads rows of whole 16 bytes.
@@ -34,21 +34,34 @@ def has_grouped_kernel(x_RK: Tensor, w_ENK: Tensor) -> bool:
     return torch.cuda.get_device_capability(x_RK.device) >= (9, 0)
 
 
-def grouped_product(x_RK: Tensor, w_ENK: Tensor, counts: Sequence[int]) -> Tensor:
-    """Return [R, N]: the first `counts[0]` rows times W_0^T, the next ones times W_1^T, and so on."""
-    if has_grouped_kernel(x_RK, w_ENK) and len(x_RK):
-        ends = torch.tensor(counts, device=x_RK.device).cumsum(0).to(torch.int32)
-        return F.grouped_mm(x_RK, w_ENK.transpose(1, 2), offs=ends)
-    return grouped_product_loop(x_RK, w_ENK, counts)
-
-
-def grouped_product_loop(x_RK: Tensor, w_ENK: Tensor, counts: Sequence[int]) -> Tensor:
-    """Return the same as `grouped_product` by one GEMM for each expert that has rows."""
-    y_RN = x_RK.new_empty((len(x_RK), w_ENK.shape[1]))
-    for rows, w_NK in zip(ranges(counts), w_ENK, strict=True):
-        if rows.stop > rows.start:
-            put_product(y_RN[rows], x_RK[rows], w_NK)
+def grouped_product(x_RK: Tensor, w_ENK: Tensor, counts: Sequence[int], gemm: Gemm = NATIVE) -> Tensor:
+    """Return Y [R, N]: the first `counts[0]` rows times W_0^T, the next ones times W_1^T, and so on."""
+    y_RN = _by_one_kernel(x_RK, w_ENK.transpose(1, 2), counts, gemm)
+    if y_RN is None:
+        y_RN = x_RK.new_empty((len(x_RK), w_ENK.shape[1]))
+        for rows, w_NK in zip(ranges(counts), w_ENK, strict=True):
+            if rows.stop > rows.start:
+                gemm.y(gemm.x(x_RK[rows]), gemm.w(w_NK), into_MN=y_RN[rows])
     return y_RN
+
+
+def grouped_input_grad(dy_RN: Tensor, w_ENK: Tensor, counts: Sequence[int], gemm: Gemm = NATIVE) -> Tensor:
+    """Return dX [R, K]: the first `counts[0]` rows times W_0, the next ones times W_1, and so on."""
+    dx_RK = _by_one_kernel(dy_RN, w_ENK, counts, gemm)
+    if dx_RK is None:
+        dx_RK = dy_RN.new_empty((len(dy_RN), w_ENK.shape[2]))
+        for rows, w_NK in zip(ranges(counts), w_ENK, strict=True):
+            if rows.stop > rows.start:
+                gemm.dx(gemm.dy(dy_RN[rows]), gemm.w(w_NK), into_MK=dx_RK[rows])
+    return dx_RK
+
+
+def _by_one_kernel(a_RK: Tensor, b_EKN: Tensor, counts: Sequence[int], gemm: Gemm) -> Tensor | None:
+    """Return the rows times the matrices of their experts by one kernel, where there is one."""
+    if gemm is not NATIVE or not len(a_RK) or not has_grouped_kernel(a_RK, b_EKN):
+        return None
+    ends = torch.tensor(counts, device=a_RK.device).cumsum(0).to(torch.int32)
+    return F.grouped_mm(a_RK, b_EKN, offs=ends)
 
 
 class _AddBiases(torch.autograd.Function):
@@ -77,10 +90,13 @@ class GroupedMatmul:
     Args:
         main_grads: buffers that weight gradients are accumulated in.
         wgrads: queue that defers weight gradients; None: they are computed in backward.
+        gemm: recipe that multiplies.
     """
 
-    def __init__(self, num_experts: int, main_grads: MainGrads, wgrads: WgradQueue | None = None) -> None:
-        self.num_experts, self.main_grads = num_experts, main_grads
+    def __init__(
+        self, num_experts: int, main_grads: MainGrads, wgrads: WgradQueue | None = None, gemm: Gemm = NATIVE
+    ) -> None:
+        self.num_experts, self.main_grads, self.gemm = num_experts, main_grads, gemm
         self.wgrads = wgrads or WgradQueue(main_grads)
 
     def __call__(self, x_RK: Tensor, w_FK: Tensor, counts: Sequence[int]) -> Tensor:
@@ -96,10 +112,11 @@ class GroupedMatmul:
 
     def wgrad(self, param: Tensor, dy_RN: Tensor, x_RK: Tensor, counts: Sequence[int]) -> Pending | None:
         """Accumulate the weight gradients in main_grad; return them where there is no buffer."""
-        operands = [(dy_RN[rows].T, x_RK[rows].T) for rows in ranges(counts)]
-        if self.main_grads.accumulate_rows(param, operands):
+        gemm = self.gemm
+        operands = [(gemm.dy(dy_RN[rows]), gemm.x(x_RK[rows])) for rows in ranges(counts)]
+        if self.main_grads.accumulate_rows(param, gemm, operands):
             return None
-        return completed(torch.cat([product_in(param.dtype, a, b) for a, b in operands]))
+        return completed(torch.cat([gemm.dw(dy, x, param.dtype) for dy, x in operands]))
 
 
 class _Grouped(torch.autograd.Function):
@@ -108,12 +125,13 @@ class _Grouped(torch.autograd.Function):
         # The parameter itself names its main_grad; what is saved comes back as another tensor after recomputation.
         ctx.matmul, ctx.counts, ctx.param = matmul, counts, w_FK
         ctx.save_for_backward(x_RK, w_FK)
-        return grouped_product(x_RK, matmul.by_expert(w_FK), counts)
+        return grouped_product(x_RK, matmul.by_expert(w_FK), counts, matmul.gemm)
 
     @staticmethod
     def backward(ctx: Any, dy_RN: Tensor) -> tuple[Tensor | None, ...]:
         x_RK, w_FK = ctx.saved_tensors
         matmul, counts, dy_RN = ctx.matmul, ctx.counts, dy_RN.contiguous()
-        dx = grouped_product(dy_RN, matmul.by_expert(w_FK).transpose(1, 2), counts) if ctx.needs_input_grad[0] else None
+        needs_dx, w_ENK = ctx.needs_input_grad[0], matmul.by_expert(w_FK)
+        dx = grouped_input_grad(dy_RN, w_ENK, counts, matmul.gemm) if needs_dx else None
         dw = matmul.wgrads.submit(ctx.param, partial(matmul.wgrad, ctx.param, dy_RN, x_RK, counts))
         return dx, None if dw is None else dw.wait(), None, None

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from megatron3d.comm.interface import Comm, Pending, completed
+from megatron3d.linear.gemm import Operand
 from megatron3d.parallel.matmul_plan import MatmulPlan, Move, moves
 
 X_DIMS, W_DIMS = {"M": 0, "K": 1}, {"N": 0, "K": 1}
@@ -30,6 +31,17 @@ def gather(t: Tensor, table: Mapping[str, str], dims: Mapping[str, int], comm: C
         return out
 
     return Pending(finish)
+
+
+def gather_operand(operand: Operand, table: Mapping[str, str], dims: Mapping[str, int], comm: Comm) -> Pending[Operand]:
+    """Start to all-gather an operand of a GEMM, its data and then its scales, along the same dims."""
+    if not table:
+        return completed(operand)
+    data = gather(operand.data, table, dims, comm)
+    if operand.scales is None:
+        return Pending(lambda: Operand(data.wait()))
+    scales = gather(operand.scales, table, dims, comm)
+    return Pending(lambda: Operand(data.wait(), scales.wait()))
 
 
 def reduce(t: Tensor, steps: tuple[Move, ...], dims: Mapping[str, int], comm: Comm) -> Pending:

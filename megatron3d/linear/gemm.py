@@ -1,4 +1,12 @@
-"""GEMM of one device: torch's own, or oneDNN's kernel for fp32 on CPUs where that is faster.
+"""GEMMs of a linear: a table of recipes, each of which multiplies in three roles.
+
+    y   Y = X W^T + bias     forward
+    dx  dX = dY W            dgrad, the input gradient
+    dw  dW = dY^T X          wgrad, the weight gradient, or accumulated in main_grad
+
+A recipe says as what an operand is stored (`Operand`): collectives move operands, and backward keeps them.  `native`
+multiplies tensors as they are, with torch's kernel, or oneDNN's for fp32 on CPUs where that is faster; `reference` is
+the slow, obvious form of it in float64.
 
 torch computes fp32 GEMMs with MKL, whose AVX-512 kernels run on Intel only; on AMD it uses AVX2.  Zen 5 executes twice
 as many AVX-512 operations per cycle: oneDNN's kernel reaches 170 to 259 GFLOP/s per core where MKL's reaches 108.  On
@@ -10,9 +18,10 @@ rounds alike.  Inductor calls the same operator of oneDNN.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -118,3 +127,121 @@ def put_product(into_MN: Tensor, a_MK: Tensor, b_NK: Tensor) -> None:
 def _widens(out: Tensor, a: Tensor) -> bool:
     """Return whether one kernel multiplies bf16 or fp16 operands into an fp32 result, as on GPUs."""
     return a.is_cuda and out.dtype == torch.float32 and a.dtype in (torch.bfloat16, torch.float16)
+
+
+class Operand(NamedTuple):
+    """Operand of a GEMM as collectives move it and backward keeps it.
+
+    Attributes:
+        data: the values, or what a recipe stores in their place.
+        scales: factors of blocks of `data`, cut along the same dims; None: `data` are the values.
+    """
+
+    data: Tensor
+    scales: Tensor | None = None
+
+
+Kept = tuple[Tensor | None, ...]
+
+
+class Gemm(Protocol):
+    """How a linear multiplies: X [M, K], W [N, K] and dY [M, N] as operands, results as tensors."""
+
+    def x(self, x_MK: Tensor) -> Operand:
+        """Return X, or a shard of it, as it is gathered, multiplied and kept."""
+        ...
+
+    def w(self, w_NK: Tensor) -> Operand:
+        """Return W, or a shard of it, as it is gathered, multiplied and kept."""
+        ...
+
+    def dy(self, dy_MN: Tensor) -> Operand:
+        """Return dY, or a shard of it, as it is gathered and multiplied."""
+        ...
+
+    def keep(self, x: Operand, w: Operand) -> Kept:
+        """Return what forward keeps of the shards for backward."""
+        ...
+
+    def kept(self, saved: Kept) -> tuple[Operand, Operand]:
+        """Return the shards of X and W for backward, from what `keep` returned."""
+        ...
+
+    def y(self, x: Operand, w: Operand, bias_N: Tensor | None = None, into_MN: Tensor | None = None) -> Tensor:
+        """Return Y = X W^T + bias [M, N], written into `into_MN` where that is given, without a bias."""
+        ...
+
+    def dx(self, dy: Operand, w: Operand, into_MK: Tensor | None = None) -> Tensor:
+        """Return dX = dY W [M, K], written into `into_MK` where that is given."""
+        ...
+
+    def dw(self, dy: Operand, x: Operand, dtype: torch.dtype) -> Tensor:
+        """Return dW = dY^T X [N, K] in `dtype`."""
+        ...
+
+    def dw_into(self, main_grad_NK: Tensor, dy: Operand, x: Operand, holds_gradient: bool) -> None:
+        """Add dW = dY^T X to main_grad, or write it there where main_grad holds no gradient of this step."""
+        ...
+
+
+class NativeGemm:
+    """GEMM of tensors as they are, in their own dtype."""
+
+    def x(self, x_MK: Tensor) -> Operand:
+        return Operand(x_MK)
+
+    def w(self, w_NK: Tensor) -> Operand:
+        return Operand(w_NK)
+
+    def dy(self, dy_MN: Tensor) -> Operand:
+        return Operand(dy_MN)
+
+    def keep(self, x: Operand, w: Operand) -> Kept:
+        return x.data, w.data
+
+    def kept(self, saved: Kept) -> tuple[Operand, Operand]:
+        x_MK, w_NK = saved
+        assert x_MK is not None and w_NK is not None, "both shards are kept"
+        return Operand(x_MK), Operand(w_NK)
+
+    def y(self, x: Operand, w: Operand, bias_N: Tensor | None = None, into_MN: Tensor | None = None) -> Tensor:
+        if into_MN is None:
+            return product(x.data, w.data, bias_N)
+        put_product(into_MN, x.data, w.data)
+        return into_MN
+
+    def dx(self, dy: Operand, w: Operand, into_MK: Tensor | None = None) -> Tensor:
+        if into_MK is None:
+            return product_of_rows(dy.data, w.data)
+        put_product(into_MK, dy.data, w.data.T)
+        return into_MK
+
+    def dw(self, dy: Operand, x: Operand, dtype: torch.dtype) -> Tensor:
+        return product_in(dtype, dy.data.T, x.data.T)
+
+    def dw_into(self, main_grad_NK: Tensor, dy: Operand, x: Operand, holds_gradient: bool) -> None:
+        (add_product if holds_gradient else put_product)(main_grad_NK, dy.data.T, x.data.T)
+
+
+class ReferenceGemm(NativeGemm):
+    """GEMM in float64 whose results are rounded once, to hold the other recipes against."""
+
+    def y(self, x: Operand, w: Operand, bias_N: Tensor | None = None, into_MN: Tensor | None = None) -> Tensor:
+        y_MN = x.data.double() @ w.data.double().T
+        y_MN = (y_MN if bias_N is None else y_MN + bias_N.double()).to(x.data.dtype)
+        return y_MN if into_MN is None else into_MN.copy_(y_MN)
+
+    def dx(self, dy: Operand, w: Operand, into_MK: Tensor | None = None) -> Tensor:
+        dx_MK = (dy.data.double() @ w.data.double()).to(dy.data.dtype)
+        return dx_MK if into_MK is None else into_MK.copy_(dx_MK)
+
+    def dw(self, dy: Operand, x: Operand, dtype: torch.dtype) -> Tensor:
+        return (dy.data.double().T @ x.data.double()).to(dtype)
+
+    def dw_into(self, main_grad_NK: Tensor, dy: Operand, x: Operand, holds_gradient: bool) -> None:
+        dw_NK = self.dw(dy, x, torch.float64)
+        main_grad_NK.copy_(main_grad_NK.double() + dw_NK if holds_gradient else dw_NK)
+
+
+NATIVE = NativeGemm()
+GEMMS: Mapping[str, Gemm] = {"native": NATIVE, "reference": ReferenceGemm()}

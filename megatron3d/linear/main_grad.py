@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron3d.comm.interface import Comm, Pending
 from megatron3d.linear.collectives import W_DIMS, reduce
-from megatron3d.linear.gemm import add_product, product_in, put_product
+from megatron3d.linear.gemm import NATIVE, Gemm, Operand
 from megatron3d.parallel.matmul_plan import MatmulPlan, moves
 
 
@@ -77,28 +77,28 @@ class MainGrads:
         buffer = self.buffer(param)
         return dtype if buffer is None else torch.promote_types(dtype, buffer.reduce_dtype)
 
-    def accumulate(self, param: Tensor, a_MK: Tensor, b_NK: Tensor) -> bool:
-        """Add a b^T [M, N] to the buffer in the GEMM itself; if there is no buffer, do nothing and return False."""
+    def accumulate(self, param: Tensor, gemm: Gemm, dy: Operand, x: Operand) -> bool:
+        """Add dW = dY^T X to the buffer in the GEMM itself; if there is no buffer, do nothing and return False."""
         buffer = self.buffer(param)
         if buffer is None:
             return False
         into, holds_gradient = buffer.open()
-        (add_product if holds_gradient else put_product)(into, a_MK, b_NK)
+        gemm.dw_into(into, dy, x, holds_gradient)
         buffer.close()
         return True
 
-    def accumulate_rows(self, param: Tensor, operands: Sequence[tuple[Tensor, Tensor]]) -> bool:
-        """Add a b^T of each pair of operands to an equal part of the buffer's rows, in order; like `accumulate`.
+    def accumulate_rows(self, param: Tensor, gemm: Gemm, operands: Sequence[tuple[Operand, Operand]]) -> bool:
+        """Add dY^T X of each pair of operands to an equal part of the buffer's rows, in order; like `accumulate`.
 
-        A pair of matrices without columns, those of an expert that no token chose, adds nothing.
+        A pair without rows, that of an expert that no token chose, adds nothing.
         """
         buffer = self.buffer(param)
         if buffer is None:
             return False
         into, holds_gradient = buffer.open()
-        for rows, (a_MK, b_NK) in zip(into.chunk(len(operands)), operands, strict=True):
-            if a_MK.shape[1]:
-                (add_product if holds_gradient else put_product)(rows, a_MK, b_NK)
+        for rows, (dy, x) in zip(into.chunk(len(operands)), operands, strict=True):
+            if len(dy.data):
+                gemm.dw_into(rows, dy, x, holds_gradient)
             elif not holds_gradient:
                 rows.zero_()
         buffer.close()
@@ -133,23 +133,24 @@ class WgradSum:
     Used by the chunks of the fused loss.
     """
 
-    def __init__(self, param: Tensor, plan: MatmulPlan, comm: Comm, main_grads: MainGrads) -> None:
-        self._plan, self._comm = plan, comm
+    def __init__(self, param: Tensor, plan: MatmulPlan, comm: Comm, main_grads: MainGrads, gemm: Gemm = NATIVE) -> None:
+        self._plan, self._comm, self._gemm = plan, comm, gemm
         self._buffer = None if plan.w else main_grads.buffer(param)
         self._reduce_dtype = partial(main_grads.reduce_dtype, param)
         self._sum: Tensor | None = None
         self._dtype: torch.dtype | None = None
 
-    def add_product(self, a_MK: Tensor, b_NK: Tensor) -> None:
-        """Add the term a b^T [M, N] to dW."""
+    def add(self, dy: Operand, x: Operand) -> None:
+        """Add the term dY^T X [N, K] to dW."""
         if self._sum is not None:
-            self._sum = add_product(self._sum, a_MK, b_NK)
+            self._sum = self._sum.to(torch.promote_types(self._sum.dtype, torch.float32))
+            self._gemm.dw_into(self._sum, dy, x, holds_gradient=True)
         elif self._buffer is None:
-            self._dtype = self._reduce_dtype(a_MK.dtype)
-            self._sum = product_in(self._dtype, a_MK, b_NK)
+            self._dtype = self._reduce_dtype(dy.data.dtype)
+            self._sum = self._gemm.dw(dy, x, self._dtype)
         else:
             self._sum, holds_gradient = self._buffer.open()
-            (add_product if holds_gradient else put_product)(self._sum, a_MK, b_NK)
+            self._gemm.dw_into(self._sum, dy, x, holds_gradient)
 
     def finish(self) -> Pending | None:
         """Start to reduce dW; return None where the GEMMs have accumulated it in main_grad."""

@@ -71,6 +71,9 @@ class AsyncPlan(NamedTuple):
         return not (self.x or self.y or self.dy)
 
 
+NO_ROUNDS = AsyncPlan(None, None, None, None)
+
+
 def async_plan(plan: MatmulPlan) -> AsyncPlan:
     """Return what runs in rounds of a plan without axes of size 1."""
     x, dy = _rows(moves(plan.x)), _rows(moves(plan.dy))

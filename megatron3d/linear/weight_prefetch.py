@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
-from torch import Tensor
 
 from megatron3d.comm.interface import Comm, Pending, completed
-from megatron3d.linear.collectives import W_DIMS, gather
+from megatron3d.linear.collectives import W_DIMS, gather_operand
+from megatron3d.linear.gemm import Operand
 from megatron3d.linear.overlap_plan import Direction, TPOverlap
 from megatron3d.parallel.matmul_plan import MatmulPlan
 
@@ -24,18 +24,18 @@ class PrefetchedWeight:
     """W of one linear from the start of its all-gather to its last use.
 
     Args:
-        shard: returns the stored shard of W.
+        shard: returns the stored shard of W, as an operand of the linear's GEMM.
     """
 
-    def __init__(self, shard: Callable[[], Tensor], plan: MatmulPlan, comm: Comm, overlap: TPOverlap) -> None:
+    def __init__(self, shard: Callable[[], Operand], plan: MatmulPlan, comm: Comm, overlap: TPOverlap) -> None:
         self._shard, self._table = shard, plan.w
         self._comm, self._keeps = comm, overlap.keep_gathered_weights
         self._neighbours: dict[Direction, tuple[PrefetchedWeight, Callable[[], None]]] = {}
-        self._in_flight: Pending | None = None
-        self._kept: Tensor | None = None
+        self._in_flight: Pending[Operand] | None = None
+        self._kept: Operand | None = None
         self._num_backwards = 0
 
-    def gather(self, at: Direction, backward_follows: bool = False) -> Pending:
+    def gather(self, at: Direction, backward_follows: bool = False) -> Pending[Operand]:
         """Return the gathered W, which may be in flight already, and start to prefetch the neighbour's."""
         w = self._take(at, backward_follows) or self._all_gather()
         self._prefetch_neighbour(at)
@@ -56,7 +56,7 @@ class PrefetchedWeight:
         self._in_flight, self._kept = None, None
         self._num_backwards = 0
 
-    def _take(self, at: Direction, backward_follows: bool) -> Pending | None:
+    def _take(self, at: Direction, backward_follows: bool) -> Pending[Operand] | None:
         """Return W if it is kept, in flight, or to be kept for the backward that follows."""
         keeps = self._keeps and backward_follows and not _in_backward()
         w, self._in_flight = self._in_flight, None
@@ -71,12 +71,12 @@ class PrefetchedWeight:
             self._kept = self._kept if self._num_backwards else None
         return w
 
-    def _keep(self, w: Tensor) -> Tensor:
+    def _keep(self, w: Operand) -> Operand:
         self._kept = w
         return w
 
-    def _all_gather(self) -> Pending:
-        return gather(self._shard().detach(), self._table, W_DIMS, self._comm)
+    def _all_gather(self) -> Pending[Operand]:
+        return gather_operand(self._shard(), self._table, W_DIMS, self._comm)
 
     def _prefetch_neighbour(self, at: Direction) -> None:
         """Prefetch the neighbour's W, except when backward recomputes a forward: no further forward follows it."""

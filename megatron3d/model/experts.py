@@ -48,7 +48,7 @@ class ExpertLinear(nn.Module):
         copies = [] if self.bias is None else set(build.mode.etensor) - build.specs[f"{name}.bias"].axes
         # Of the ranks whose partial outputs are summed the first one adds the bias.
         self.adds_bias = not any(build.comm.mesh.coord(axis) for axis in copies)
-        self.matmul = GroupedMatmul(num_experts, build.main_grads, build.wgrads)
+        self.matmul = GroupedMatmul(num_experts, build.main_grads, build.wgrads, build.gemm)
 
     def forward(self, x_RK: Tensor, counts: Sequence[int]) -> Tensor:
         y_RN = self.matmul(x_RK, self.weight, counts)

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from megatron3d.attention.context.plan import CONTEXT_EXCHANGES
 from megatron3d.comm.interface import Comm
+from megatron3d.linear.gemm import NATIVE, Gemm
 from megatron3d.linear.main_grad import MainGrads, WgradQueue
-from megatron3d.linear.matmul import AsyncMatmul, CompiledLinears, Matmul
+from megatron3d.linear.matmul import CompiledLinears, Matmul
 from megatron3d.linear.overlap_plan import OVERLAP_ALL, TPOverlap
 from megatron3d.linear.weight_prefetch import PrefetchedWeight
 from megatron3d.model.linear_spec import FC1, FC2, linear_size
@@ -45,6 +46,7 @@ class Build:
         compiled: operators of linears inside compiled graphs; None: layers are not compiled.
         context_exchange: exchange of keys and values between context ranks.
         routers: state of routers; None: there are none.
+        gemm: recipe of the linears' GEMMs.
     """
 
     arch: Architecture
@@ -59,6 +61,7 @@ class Build:
     compiled: CompiledLinears | None = None
     context_exchange: str = CONTEXT_EXCHANGES[0]
     routers: RouterState | None = None
+    gemm: Gemm = NATIVE
 
     def plan(self, plan: MatmulPlan) -> MatmulPlan:
         """Return the plan without axes of size 1."""
@@ -87,10 +90,10 @@ class Linear(nn.Module):
         name = f"{layer}.{name}"
         self.weight = build.param(f"{name}.weight")
         self.bias = build.optional(f"{name}.bias")
-        weight = PrefetchedWeight(lambda: self.weight, plan, comm, overlap) if plan.w else None
+        gemm = build.gemm
+        weight = PrefetchedWeight(lambda: gemm.w(self.weight.detach()), plan, comm, overlap) if plan.w else None
         compiled = build.compiled.linear(lambda: self.weight) if build.compiled else None
-        kind = AsyncMatmul if overlap.in_rounds else Matmul
-        self.matmul = kind(plan, comm, overlap, build.main_grads, build.wgrads, weight, compiled)
+        self.matmul = Matmul(plan, comm, overlap, build.main_grads, build.wgrads, weight, compiled, gemm)
 
     def forward(self, x_MK: Tensor) -> Tensor:
         return self.matmul(x_MK, self.weight, self.bias)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from megatron3d.comm.interface import Comm
 from megatron3d.linear.collectives import W_DIMS, X_DIMS, Y_DIMS, gather, gather_dy, reduce
-from megatron3d.linear.gemm import product, put_product
+from megatron3d.linear.gemm import NATIVE, Gemm, Operand
 from megatron3d.linear.main_grad import MainGrads, WgradSum
 from megatron3d.ops.plan import LossChunk, token_moves
 from megatron3d.parallel.layout import span
@@ -101,15 +101,17 @@ class LMHead:
     main_grads: MainGrads = field(default_factory=MainGrads)
     kernel: str | None = None
     softcap: float | None = None
+    gemm: Gemm = NATIVE
 
     def logits(self, whole_x_CH: Tensor, whole_w_VH: Tensor) -> Tensor:
         """Return logits in Y's layout in fp32 or wider, minus infinity where the vocabulary is padded."""
         wide, steps = _wide(whole_x_CH.dtype), moves(self.plan.y)
+        x, w = Operand(whole_x_CH), Operand(whole_w_VH)
         if steps or wide == whole_x_CH.dtype:
-            y_CV = reduce(product(whole_x_CH, whole_w_VH), steps, Y_DIMS, self.comm).wait().to(wide)
+            y_CV = reduce(self.gemm.y(x, w), steps, Y_DIMS, self.comm).wait().to(wide)
         else:  # the GEMM itself writes fp32, where it can
             y_CV = whole_x_CH.new_empty((len(whole_x_CH), len(whole_w_VH)), dtype=wide)
-            put_product(y_CV, whole_x_CH, whole_w_VH)
+            self.gemm.y(x, w, into_MN=y_CV)
         if self.softcap is not None:
             y_CV = y_CV.div_(self.softcap).tanh_().mul_(self.softcap)
         low, high = self.vocab_span
@@ -158,7 +160,7 @@ def head_loss(
         x_MH: in the stored layout of the plan's X.
         labels_M: labels of all tokens along the axes in `plan.m`.
     """
-    dw = WgradSum(w_VH, head.plan, head.comm, head.main_grads) if torch.is_grad_enabled() else None
+    dw = WgradSum(w_VH, head.plan, head.comm, head.main_grads, head.gemm) if torch.is_grad_enabled() else None
     loss = _HeadLoss.apply(x_MH, w_VH.detach(), labels_M, scale, num_tokens, head, head.chunks(x_MH), dw)
     if dw is not None and (reduction := dw.finish()) is not None:
         head.main_grads.add(w_VH, reduction.wait())
@@ -256,8 +258,8 @@ class _HeadLoss(torch.autograd.Function):
             losses.append(loss)
             if dw is not None and grad_CV is not None:
                 dy = gather_dy(grad_CV, plan, comm).wait()
-                dx = reduce(product(dy, whole_w.T), plan.dx_moves, X_DIMS, comm)
-                dw.add_product(dy.T, whole_x.T)
+                dx = reduce(head.gemm.dx(Operand(dy), Operand(whole_w)), plan.dx_moves, X_DIMS, comm)
+                dw.add(Operand(dy), Operand(whole_x))
                 dx_chunks.append(dx.wait())
                 del dy
             del grad_CV  # otherwise the logits of two chunks would exist at once

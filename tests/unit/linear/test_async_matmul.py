@@ -20,7 +20,7 @@ from megatron3d.comm import matmul_rounds
 from megatron3d.comm.interface import Comm, GatheredProduct, Pending, PutProduct
 from megatron3d.comm.recording import Recorder
 from megatron3d.linear.main_grad import MainGrads, WgradQueue
-from megatron3d.linear.matmul import AsyncMatmul, Matmul
+from megatron3d.linear.matmul import Matmul
 from megatron3d.linear.overlap_plan import IN_ROUNDS, TPOverlap, async_plan, in_rounds
 from megatron3d.parallel.layout import box, box_shape
 from megatron3d.parallel.matmul_plan import Flows, MatmulPlan, Traffic, flows
@@ -43,7 +43,7 @@ def wrong(rank: int, world_size: int) -> list[str]:
     return [
         f"{name} on rank {rank}: {found}"
         for number, (name, mesh, plan) in enumerate(cases())
-        if not max((found := errors(AsyncMatmul(plan.on(mesh), comms[mesh], ALONE), number % 3 != 0)).values()) < 1e-13
+        if not max((found := errors(Matmul(plan.on(mesh), comms[mesh], ALONE), number % 3 != 0)).values()) < 1e-13
     ]
 
 
@@ -99,7 +99,7 @@ def plans() -> Iterator[tuple[str, Mesh, MatmulPlan]]:
             yield f"{name} {form} {way}", mesh, plan.on(mesh)
 
 
-def observed(kind: type[Matmul], plan: MatmulPlan, mesh: Mesh, split: bool) -> tuple[list[Traffic], list[Traffic]]:
+def observed(overlap: TPOverlap, plan: MatmulPlan, mesh: Mesh, split: bool) -> tuple[list[Traffic], list[Traffic]]:
     """Return the exposed collectives of X and Y in forward and backward; `split` defers the weight gradient."""
     comm: Any = Exposure(plan_comm(mesh, plan))
     queue = WgradQueue(MainGrads()) if split else None
@@ -115,7 +115,7 @@ def observed(kind: type[Matmul], plan: MatmulPlan, mesh: Mesh, split: bool) -> t
         return found
 
     with comm:
-        y = kind(plan, comm, wgrads=queue)(x, w)
+        y = Matmul(plan, comm, overlap, wgrads=queue)(x, w)
         forward = taken()
         if queue is None:
             y.sum().backward()
@@ -147,22 +147,25 @@ def exposed_calls(sent: Flows, plan: MatmulPlan, rounds: bool, splits_backward: 
 
 
 @pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("kind", [Matmul, AsyncMatmul])
-def test_what_remains_exposed_is_the_closed_form(kind: type[Matmul], split: bool) -> None:
+@pytest.mark.parametrize("rounds", [False, True])
+def test_what_remains_exposed_is_the_closed_form(rounds: bool, split: bool) -> None:
     with pretended_world(0, 8):
         for name, mesh, plan in plans():
             sent = flows(plan, mesh, M, N, K, itemsize=2)
-            told = exposed_calls(sent, plan, kind is AsyncMatmul, split)
-            assert observed(kind, plan, mesh, split) == (sorted(told.forward), sorted(told.backward)), name
+            told = exposed_calls(sent, plan, rounds, split)
+            assert observed(TPOverlap(in_rounds=rounds), plan, mesh, split) == (
+                sorted(told.forward),
+                sorted(told.backward),
+            ), name
 
 
-def recorded(kind: type[Matmul], plan: MatmulPlan, mesh: Mesh) -> list[Traffic]:
+def recorded(overlap: TPOverlap, plan: MatmulPlan, mesh: Mesh) -> list[Traffic]:
     recorder = Recorder(plan_comm(mesh, plan))
     x, w = (
         torch.ones(box_shape(box(shape, layout, mesh)), dtype=torch.bfloat16, requires_grad=True)
         for shape, layout in (((M, K), plan.x_layout), ((N, K), plan.w_layout))
     )
-    kind(plan, recorder, ALONE)(x, w).sum().backward()
+    Matmul(plan, recorder, overlap)(x, w).sum().backward()
     return sorted(recorder.calls)
 
 
@@ -177,8 +180,8 @@ def test_the_bytes_in_rounds_are_the_plans_closed_form() -> None:
         for name, mesh, plan in plans():
             sent = flows(plan, mesh, M, N, K, itemsize=2)
             named = in_rounds(sent, plan)
-            assert recorded(AsyncMatmul, plan, mesh) == listed(sent, named), name
-            assert recorded(Matmul, plan, mesh) == listed(sent, sent), name
+            assert recorded(ALONE, plan, mesh) == listed(sent, named), name
+            assert recorded(TPOverlap(input_grad=False), plan, mesh) == listed(sent, sent), name
             assert [call[1:] for calls in named for call in calls] == [call[1:] for calls in sent for call in calls]
 
 

@@ -1,4 +1,7 @@
-"""Fact: the fast and the plain GEMM agree, for operands of any strides, in every precision."""
+"""Fact: the fast and the plain GEMM agree, for operands of any strides, in every precision, and recipes in every role.
+
+A recipe that stores each element as a mantissa and a scale shows that collectives move, and backward keeps, operands.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,24 @@ from torch import Tensor
 
 from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.linear import gemm
-from megatron3d.linear.gemm import add_product, onednn_rule, product, put_product, uses_onednn
-from megatron3d.linear.matmul import linear
+from megatron3d.linear.gemm import (
+    GEMMS,
+    NATIVE,
+    Kept,
+    NativeGemm,
+    Operand,
+    add_product,
+    onednn_rule,
+    product,
+    put_product,
+    uses_onednn,
+)
+from megatron3d.linear.matmul import Matmul, linear
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Mesh
+from tests.support.shards import every_group
+from tests.support.turn_ranks import run_turns
+from tests.unit.linear.test_matmul import cases, errors
 
 
 def normal(*shape: int) -> Tensor:
@@ -95,3 +112,69 @@ def test_accumulated_gemms_of_slices_equal_the_whole_gemm(dtype: torch.dtype, to
         total = add_product(total, a[:, start : start + 10], b[:, start : start + 10])
     exact = a.double() @ b.double().T
     assert (total.to(dtype).double() - exact).abs().max() < tolerance * exact.abs().max()
+
+
+class ScaledGemm(NativeGemm):
+    """Stores each value as a mantissa below 1 and a power of two, its scale."""
+
+    def x(self, x_MK: Tensor) -> Operand:
+        mantissa, exponent = torch.frexp(x_MK)
+        return Operand(mantissa, torch.ldexp(torch.ones_like(mantissa), exponent))
+
+    w = dy = x
+
+    def keep(self, x: Operand, w: Operand) -> Kept:
+        return *x, *w
+
+    def kept(self, saved: Kept) -> tuple[Operand, Operand]:
+        return Operand(*saved[:2]), Operand(*saved[2:])
+
+    def y(self, x: Operand, w: Operand, bias_N: Tensor | None = None, into_MN: Tensor | None = None) -> Tensor:
+        return super().y(values(x), values(w), bias_N, into_MN)
+
+    def dx(self, dy: Operand, w: Operand, into_MK: Tensor | None = None) -> Tensor:
+        return super().dx(values(dy), values(w), into_MK)
+
+    def dw(self, dy: Operand, x: Operand, dtype: torch.dtype) -> Tensor:
+        return super().dw(values(dy), values(x), dtype)
+
+    def dw_into(self, main_grad_NK: Tensor, dy: Operand, x: Operand, holds_gradient: bool) -> None:
+        super().dw_into(main_grad_NK, values(dy), values(x), holds_gradient)
+
+
+def values(operand: Operand) -> Operand:
+    assert operand.scales is not None, "the scales are lost"
+    return Operand(operand.data * operand.scales)
+
+
+def wrong(rank: int, world_size: int) -> list[str]:
+    comms = {mesh: every_group(mesh.at(rank)) for mesh in dict.fromkeys(mesh for _, mesh, _ in cases())}
+    return [
+        f"{name} on rank {rank}: {found}"
+        for number, (name, mesh, plan) in enumerate(cases())
+        for recipe in (ScaledGemm(), GEMMS["reference"])
+        if not max((found := errors(Matmul(plan.on(mesh), comms[mesh], gemm=recipe), number % 3 != 0)).values()) < 1e-13
+    ]
+
+
+def test_every_plan_multiplies_operands_with_scales() -> None:
+    assert run_turns(wrong, 8) == [[]] * 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("recipe", [ScaledGemm(), GEMMS["reference"]], ids=["scaled", "reference"])
+def test_recipes_agree_in_every_role(recipe: NativeGemm, dtype: torch.dtype) -> None:
+    x, w, dy, b = (normal(*shape).to(dtype) for shape in ((6, 5), (4, 5), (6, 4), (4,)))
+    grad = normal(4, 5).to(torch.promote_types(dtype, torch.float32))
+
+    def roles(gemm: NativeGemm) -> list[Tensor]:
+        of_x, of_w, of_dy = gemm.x(x), gemm.w(w), gemm.dy(dy)
+        sums = grad.clone(), torch.empty_like(grad)
+        for total, holds_gradient in zip(sums, (True, False), strict=True):
+            gemm.dw_into(total, of_dy, of_x, holds_gradient)
+        written = gemm.y(of_x, of_w, into_MN=x.new_empty(6, 4)), gemm.dx(of_dy, of_w, into_MK=x.new_empty(6, 5))
+        return [gemm.y(of_x, of_w, b), gemm.dx(of_dy, of_w), gemm.dw(of_dy, of_x, grad.dtype), *sums, *written]
+
+    for found, expected in zip(roles(recipe), roles(NATIVE), strict=True):
+        coarse = 2e-2 if dtype == torch.bfloat16 else 1e-12  # a CPU's kernel rounds dW to bf16 before main_grad
+        torch.testing.assert_close(found, expected, rtol=coarse, atol=coarse)

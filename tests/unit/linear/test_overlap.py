@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron3d.linear.gemm import Operand
 from megatron3d.linear.main_grad import MainGrads, WgradQueue
 from megatron3d.linear.matmul import Matmul
 from megatron3d.linear.overlap_plan import TPOverlap
@@ -37,7 +38,9 @@ class Chain:
         in_order = []
         for index in range(NUM_LINEARS):
             plan = CUBE.swapped() if index % 2 else CUBE
-            weight = PrefetchedWeight(lambda index=index: self.weights[index], plan, self.diary, overlap)  # type: ignore[misc]
+            weight = PrefetchedWeight(
+                lambda index=index: Operand(self.weights[index].detach()), plan, self.diary, overlap
+            )  # type: ignore[misc]
             in_order.append((weight, lambda index=index: self.made_whole.append(index)))
             self.matmuls.append(Matmul(plan, self.diary, overlap, None, self.grads, weight))
         if overlap.weight_gather:

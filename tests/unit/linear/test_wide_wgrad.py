@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
+from megatron3d.linear.gemm import Operand
 from megatron3d.linear.main_grad import MainGrads, WgradSum
 from megatron3d.linear.matmul import Matmul
 from megatron3d.parallel.matmul_plan import MatmulPlan
@@ -39,7 +40,7 @@ def reduced(
     else:
         total = WgradSum(w, PLAN, comm, main_grads)
         for dy_part, x_part in zip(dy.chunk(num_gemms), x.chunk(num_gemms), strict=True):
-            total.add_product(dy_part.T, x_part.T)
+            total.add(Operand(dy_part), Operand(x_part))
         reduction = total.finish()
         assert reduction is not None
         main_grads.add(w, reduction.wait())

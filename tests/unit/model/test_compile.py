@@ -296,7 +296,7 @@ def test_layers_are_one_graph_whose_weight_gradients_accumulate_in_main_grad(
     """Would catch dW that goes back to autograd, a linear that takes another's number, and a graph per layer."""
     accumulate, num_accumulated = MainGrads.accumulate, [0, 0]
 
-    def counted(self: MainGrads, param: Tensor, *operands: Tensor) -> bool:
+    def counted(self: MainGrads, param: Tensor, *operands: Any) -> bool:
         num_accumulated[-1] += 1
         return accumulate(self, param, *operands)
 
