@@ -121,7 +121,11 @@ class ScaledGemm(NativeGemm):
         mantissa, exponent = torch.frexp(x_MK)
         return Operand(mantissa, torch.ldexp(torch.ones_like(mantissa), exponent))
 
-    w = dy = x
+    def w(self, w_NK: Tensor) -> Operand:
+        return self.x(w_NK)
+
+    def dy(self, dy_MN: Tensor) -> Operand:
+        return self.x(dy_MN)
 
     def keep(self, x: Operand, w: Operand) -> Kept:
         return *x, *w

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -38,9 +39,8 @@ class Chain:
         in_order = []
         for index in range(NUM_LINEARS):
             plan = CUBE.swapped() if index % 2 else CUBE
-            weight = PrefetchedWeight(
-                lambda index=index: Operand(self.weights[index].detach()), plan, self.diary, overlap
-            )  # type: ignore[misc]
+            shard = partial(Operand, self.weights[index].detach())
+            weight = PrefetchedWeight(shard, plan, self.diary, overlap)
             in_order.append((weight, lambda index=index: self.made_whole.append(index)))
             self.matmuls.append(Matmul(plan, self.diary, overlap, None, self.grads, weight))
         if overlap.weight_gather:
