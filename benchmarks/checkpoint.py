@@ -32,12 +32,13 @@ from torch.multiprocessing.spawn import spawn
 from megatron3d.checkpoint.async_saver import CheckpointSaver
 from megatron3d.checkpoint.store import Piece, load, resolve
 from megatron3d.comm.objects import background_comm
+from megatron3d.optim.rule_spec import RULES
 from megatron3d.parallel.layout import Shape, box, box_shape
 from megatron3d.parallel.mesh import Mesh
 
 # Layers, hidden size, vocabulary.
 SIZES = {"1M": (4, 128, 1024), "10M": (8, 256, 16384), "100M": (10, 768, 36864), "300M": (20, 1024, 50304)}
-KINDS = ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq")
+KINDS = ("model", *(f"optimizer.{state.name}" for state in RULES["adam"].states))
 ROWS, COLUMNS = (("data",), ()), ((), ("data",))
 
 

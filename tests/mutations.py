@@ -908,8 +908,8 @@ MUTATIONS = [
     Mutation(
         "weight decay by place in the shard",
         "zero/flat_buffer.py",
-        "min(max(self._num_decayed - self.shard.start, 0), part)",
-        "min(self._num_decayed, part)",
+        "min(max(end - self.shard.start, 0), len(self.main))",
+        "min(end, len(self.main))",
     ),
     Mutation(
         "ZeRO 3 frees a recomputed layer that backward uses next",

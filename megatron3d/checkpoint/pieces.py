@@ -1,6 +1,6 @@
 """Pieces of logical tensors that a rank writes or reads for a parameter and its optimizer state.
 
-Their names are `model.<part>`, `optimizer.exp_avg.<part>` and `optimizer.exp_avg_sq.<part>`.
+Their names are `model.<part>` and, for each kind of state of the update rule, `optimizer.<state>.<part>`.
 """
 
 from __future__ import annotations

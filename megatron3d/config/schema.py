@@ -645,8 +645,9 @@ class TrainConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW and its learning-rate schedule."""
+    """Update rule of the weights and its learning-rate schedule."""
 
+    optimizer: Literal["adam"] = Field("adam", description="update rule: AdamW")
     lr: float = Field(3e-4, gt=0)
     min_lr: float = Field(0.0, ge=0)
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "cosine"

@@ -1,1 +1,1 @@
-"""AdamW on flat buffers, learning-rate schedules, precision and the loss scale."""
+"""Update rules on flat buffers (AdamW), learning-rate schedules, precision and the loss scale."""

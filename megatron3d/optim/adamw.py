@@ -12,39 +12,21 @@ they do not depend on how the tensor is sharded.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
 from megatron3d.config.schema import OptimizerConfig
+from megatron3d.hardware.apex import adam_kernel
+from megatron3d.optim.update import ParamGroup, Update
+from megatron3d.runtime.machine import has_triton
 
 # Elements that `update_chunked` updates at once: on a CPU they fit a core's cache, on a GPU they amortize launches.
 CPU_CHUNK, GPU_CHUNK = 2**18, 2**22
 _MAX_KERNEL_SIZE = 2**30
 LOW_HALF = 0 if sys.byteorder == "little" else 1
-
-
-@dataclass
-class ParamGroup:
-    """Flat tensors with the same weight decay; entries of the lists at the same index have the same shape."""
-
-    weight_decay: float
-    mains: list[Tensor] = field(default_factory=list)
-    grads: list[Tensor] = field(default_factory=list)
-    exp_avgs: list[Tensor] = field(default_factory=list)
-    exp_avg_sqs: list[Tensor] = field(default_factory=list)
-
-    @property
-    def lists(self) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
-        """Gradients, master weights, first and second moments: the order that apex's kernel takes."""
-        return self.grads, self.mains, self.exp_avgs, self.exp_avg_sqs
-
-
-# Arguments of an update: group, config, learning rate, number of earlier updates, skipped (a tensor of 0 or 1).
-Update = Callable[[ParamGroup, OptimizerConfig, float, Tensor, Tensor], None]
 
 
 @torch.no_grad()
@@ -53,8 +35,7 @@ def update_fused(group: ParamGroup, config: OptimizerConfig, lr: float, num_step
     adamw(
         group.mains,
         group.grads,
-        group.exp_avgs,
-        group.exp_avg_sqs,
+        *group.states,
         max_exp_avg_sqs=[],
         state_steps=[num_steps.clone() for _ in group.mains],
         fused=True,
@@ -122,6 +103,27 @@ def update_chunked(group: ParamGroup, config: OptimizerConfig, lr: float, num_st
         size = CPU_CHUNK if tensors[0].device.type == "cpu" else GPU_CHUNK
         for g, w, m, v in zip(*(t.split(size) for t in tensors), strict=True):
             _update_chunk(g, w, m, v, config, (1 - lr * group.weight_decay, rate, correction), salt, is_skipped)
+
+
+# Update by the name of its kernel, given the devices of the weights.
+KERNELS: Mapping[str, Callable[[set[torch.device]], Update]] = {
+    "torch": lambda devices: update_fused,
+    "apex": lambda devices: update_with_apex(adam_kernel(devices)),
+    "triton": lambda devices: update_with_triton,
+    "chunked": lambda devices: update_chunked,
+}
+
+
+def choose_update(config: OptimizerConfig, mains: Sequence[Tensor], moments: Sequence[Tensor]) -> Update:
+    """Return the configured fused kernel, or one that rounds where moments and weights differ in dtype.
+
+    Raises UserError where apex is configured, but NVIDIA's is not installed or does not support the device.
+    """
+    name, main = config.adam_implementation, {weights.dtype for weights in mains}
+    if {moment.dtype for moment in moments} - main:
+        on_gpus = all(weights.is_cuda for weights in mains)
+        name = "triton" if on_gpus and main == {torch.float32} and has_triton() else "chunked"
+    return KERNELS[name]({weights.device for weights in mains})
 
 
 def _update_chunk(

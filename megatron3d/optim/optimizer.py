@@ -1,60 +1,54 @@
-"""AdamW on flat buffers, with gradient clipping and the loss scale."""
+"""Optimizer on flat buffers by the configured update rule, with gradient clipping and the loss scale."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from megatron3d.config.schema import OptimizerConfig
-from megatron3d.hardware.apex import adam_kernel
-from megatron3d.optim.adamw import (
-    ParamGroup,
-    Update,
-    update_chunked,
-    update_fused,
-    update_with_apex,
-    update_with_triton,
-)
-from megatron3d.optim.precision import LossScale
-from megatron3d.runtime.machine import has_triton
+from megatron3d.errors import UserError
+from megatron3d.model.params import part_views
+from megatron3d.optim.adamw import choose_update
+from megatron3d.optim.precision import PRECISIONS, LossScale
+from megatron3d.optim.rule_spec import rule_of
+from megatron3d.optim.update import ChooseUpdate, ParamGroup
 from megatron3d.zero import Buffers, FlatBuffer
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-MOMENT_DTYPES: Mapping[str | None, torch.dtype | None] = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}
+# By the name of the rule.
+UPDATES: Mapping[str, ChooseUpdate] = {"adam": choose_update}
+# Takes a tensor of a flat buffer's shard and returns the views of it that a group updates.
+Views = Callable[[Tensor], Iterable[Tensor]]
 
 
 class Optimizer:
-    """AdamW on every flat buffer; norms and biases have no weight decay.
+    """The configured rule on every flat buffer.
 
     Attributes:
+        state: tensors of each kind of state by its name, one per flat buffer in their order, in the shape of `main`.
         num_steps: number of updates so far, skipped ones not counted.
     """
 
     def __init__(self, buffers: Buffers, config: OptimizerConfig, loss_scale: LossScale | None = None) -> None:
         self.buffers, self.config = buffers, config
-        self.loss_scale = loss_scale
-        self._update = choose_update(config, buffers.flat_buffers)
-        dtypes = [MOMENT_DTYPES[name] for name in (config.exp_avg_dtype, config.exp_avg_sq_dtype)]
-        self._moments = [
-            [torch.zeros_like(flat.main, dtype=dtype or flat.main.dtype) for dtype in dtypes]
-            for flat in buffers.flat_buffers
-        ]
-        self.num_steps = torch.zeros((), device=next((flat.main.device for flat in buffers.flat_buffers), None))
-
-    def moment(self, flat: FlatBuffer, which: str) -> Tensor:
-        """Return the first or second moment (`which`, one of `MOMENTS`) of a flat buffer."""
-        index = next(index for index, mine in enumerate(self.buffers.flat_buffers) if mine is flat)
-        return self._moments[index][MOMENTS.index(which)]
+        self.loss_scale, self.rule = loss_scale, rule_of(config)
+        mains = [flat.main for flat in buffers.flat_buffers]
+        self.state: dict[str, list[Tensor]] = {}
+        for each in self.rule.states:
+            dtype = PRECISIONS[name].model if (name := each.dtype(config)) else None
+            self.state[each.name] = [torch.zeros_like(main, dtype=dtype) for main in mains]
+        self._update = UPDATES[self.rule.name](config, mains, [t for ts in self.state.values() for t in ts])
+        self._views = [list(self._group_views(flat)) for flat in buffers.flat_buffers]
+        self.num_steps = torch.zeros((), device=next((main.device for main in mains), None))
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the first and second moments on this rank."""
-        return sum(moment.nbytes for moments in self._moments for moment in moments)
+        """Bytes of the state on this rank."""
+        return sum(tensor.nbytes for tensors in self.state.values() for tensor in tensors)
 
     def set_num_steps(self, num_steps: float) -> None:
-        """Continue AdamW's bias correction at `num_steps`."""
+        """Continue to count the updates, as bias corrections need, at `num_steps`."""
         self.num_steps.fill_(num_steps)
 
     def step(self, grad_norm: Tensor, lr: float) -> Tensor:
@@ -86,27 +80,37 @@ class Optimizer:
             return clipping
         return scale.reciprocal() if clipping is None else clipping / scale
 
-    def _param_groups(self) -> tuple[ParamGroup, ParamGroup]:
-        """Return the group with weight decay and the group without."""
-        groups = ParamGroup(self.config.weight_decay), ParamGroup(0.0)
-        for flat, moments in zip(self.buffers.flat_buffers, self._moments, strict=True):
-            for group, where in zip(groups, flat.decay_slices, strict=True):
-                if where.start < where.stop:
-                    for tensors, tensor in zip(group.lists, (flat.grad, flat.main, *moments), strict=True):
-                        tensors.append(tensor[where])
+    def _param_groups(self) -> list[ParamGroup]:
+        """Return the groups of the rule with this rank's tensors."""
+        groups = [
+            ParamGroup(self.config.weight_decay if each.decays else 0.0, states=tuple([] for _ in self.state))
+            for each in self.rule.groups
+        ]
+        for flat, views, *states in zip(self.buffers.flat_buffers, self._views, *self.state.values(), strict=True):
+            for index, views_of in views:
+                for tensors, tensor in zip(groups[index].lists, (flat.grad, flat.main, *states), strict=True):
+                    tensors += views_of(tensor)
         return groups
 
+    def _group_views(self, flat: FlatBuffer) -> Iterator[tuple[int, Views]]:
+        """Yield the views of a flat buffer's shard that the rule updates, each with the index of its group."""
 
-def choose_update(config: OptimizerConfig, flats: Sequence[FlatBuffer]) -> Update:
-    """Return the configured fused kernel, or the chunked update where moments and weights differ in dtype.
+        def group_of(path: str) -> int:
+            spec = self.buffers.specs[path]
+            return next(index for index, group in enumerate(self.rule.groups) if group.matches(path, spec))
 
-    Raises UserError where apex is configured, but NVIDIA's is not installed or does not support the device.
-    """
-    main = {flat.main.dtype for flat in flats}
-    moments = {MOMENT_DTYPES[name] for name in (config.exp_avg_dtype, config.exp_avg_sq_dtype)} - {None}
-    if moments - main:
-        on_gpus = all(flat.main.is_cuda for flat in flats)
-        return update_with_triton if on_gpus and main == {torch.float32} and has_triton() else update_chunked
-    if config.adam_implementation == "apex":
-        return update_with_apex(adam_kernel({flat.main.device for flat in flats}))
-    return update_fused
+        if self.rule.is_elementwise:
+            yield from ((index, lambda tensor, where=where: [tensor[where]]) for index, where in flat.runs(group_of))
+        else:
+            yield from ((group_of(path), self._logical_tensors(flat, path)) for path in flat.spans)
+
+    def _logical_tensors(self, flat: FlatBuffer, path: str) -> Views:
+        """Return the function that views the logical tensors of a parameter; raises UserError if they are sharded."""
+        spec, mesh = self.buffers.specs[path], self.buffers.comm.mesh
+        if axes := mesh.nontrivial((*flat.sharding.axes, *mesh.in_order(spec.axes))):
+            raise UserError(
+                f"optimizer.optimizer={self.rule.name}: it updates whole tensors, but {path} is sharded over "
+                f"{', '.join(axes)}; use one rank along these axes, parallel.zero_stage=0, or another optimizer"
+            )
+        where = flat.shard_range(path)[1]
+        return lambda tensor: [view for _, _, view in part_views(spec, tensor[where], mesh)]

@@ -38,7 +38,6 @@ from megatron3d.model.spec import (
     is_longer_table,
     may_change,
 )
-from megatron3d.optim.optimizer import MOMENTS
 from megatron3d.parallel.mesh import DATA
 from megatron3d.train.state import TrainState
 from megatron3d.zero import FlatBuffer
@@ -59,7 +58,7 @@ class LoadOptions:
 
     Attributes:
         progress: iteration and position in the data.
-        optimizer: first and second moments, number of updates, loss scale.
+        optimizer: its state tensors, number of updates, loss scale.
         accept: parts of the run's identity that may differ.
         adapts: the model may differ in fields that no parameter depends on, such as the length of its sequences.
         source: format of the files.
@@ -124,7 +123,7 @@ def try_load(
 ) -> Sequence[str]:
     """Load a checkpoint like `load_state`, but return its damage, on all ranks, instead of raising.
 
-    Where there is damage, the weights and moments are undefined until another checkpoint is loaded.
+    Where there is damage, the weights and the optimizer state are undefined until another checkpoint is loaded.
     """
     comm, buffers = state.model.comm, state.buffers
     only = None if options.optimizer else "model"
@@ -200,7 +199,8 @@ def _check_compatible(
     )
     if options.optimizer and index.tensors and not any(name.startswith("optimizer.") for name in index.tensors):
         raise UserError(
-            f"{folder}: holds weights only; set checkpoint.finetune=true to start with them, or "
+            f"{folder}: for optimizer.optimizer={state.optimizer.rule.name} it holds weights only; set "
+            "checkpoint.finetune=true to start with them, or "
             "checkpoint.no_load_optim=true to continue without the optimizer's state"
         )
     return meta
@@ -239,7 +239,7 @@ def _router_pieces(state: TrainState, copy: Callable[[Tensor], Tensor], only: st
 
 
 def _flat_memory(state: TrainState, only: str | None = None) -> Iterator[tuple[str, FlatBuffer, Tensor]]:
-    """Yield this rank's shard of the master weights and of each moment, by flat buffer, with the prefix of its names.
+    """Yield this rank's shard of the master weights and of each kind of optimizer state, with the prefix of its names.
 
     Args:
         only: the one prefix that is wanted; None: all.
@@ -247,7 +247,7 @@ def _flat_memory(state: TrainState, only: str | None = None) -> Iterator[tuple[s
     flats = state.buffers.flat_buffers
     if only in (None, "model"):
         yield from (("model", flat, flat.main) for flat in flats)
-    for moment in MOMENTS:
-        prefix = f"optimizer.{moment}"
+    for name, tensors in state.optimizer.state.items():
+        prefix = f"optimizer.{name}"
         if only in (None, prefix):
-            yield from ((prefix, flat, state.optimizer.moment(flat, moment)) for flat in flats)
+            yield from ((prefix, flat, tensor) for flat, tensor in zip(flats, tensors, strict=True))

@@ -23,7 +23,6 @@ from megatron3d.comm.recording import RecordedCall, Recorder
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.data.loader import Microbatch
 from megatron3d.forecast.memory.step_spec import typical_documents
-from megatron3d.optim.optimizer import MOMENTS
 from megatron3d.parallel.layout import span
 from megatron3d.parallel.mesh import Axes
 from megatron3d.parallel.parallel_state import ParallelState
@@ -139,7 +138,7 @@ def tensors_by_kind(state: TrainState) -> dict[str, list[Tensor]]:
         "weights": [] if state.buffers.sharding.params else [flat.params for flat in flats],
         "main weights": mains,
         "gradients": [flat.grad if flat.full_grad is None else flat.full_grad for flat in flats],
-        "optimizer": [optimizer.moment(flat, name) for flat in flats for name in MOMENTS],
+        "optimizer": [tensor for tensors in optimizer.state.values() for tensor in tensors],
     }
 
 

@@ -11,8 +11,9 @@ buffers in place and nothing is copied to be sent.  (Rajbhandari et al. 2020, ar
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
@@ -94,11 +95,10 @@ class FlatBuffer:
         self.sharding = sharding = key.sharding
         self.grads_per_microbatch = sum(spec.uses for spec in specs.values())
         self.spans: dict[str, tuple[int, int]] = {}
-        self.size, self._num_decayed = 0, 0
+        self.size = 0
         for name, spec in sorted(specs.items(), key=lambda item: not item[1].decay):
             start, self.size = self.size, self.size + local_numel(spec, mesh)
             self.spans[name] = start, self.size
-            self._num_decayed = self.size if spec.decay else self._num_decayed
         ranks, index = mesh.size(sharding.axes), mesh.index(sharding.axes)
         part = -(-self.size // ranks)
         self.shard, self.numel = slice(index * part, (index + 1) * part), ranks * part
@@ -175,12 +175,18 @@ class FlatBuffer:
             self.grad = total.to(self.main_dtype)
         self.num_reduced += 1
 
-    @property
-    def decay_slices(self) -> tuple[slice, slice]:
-        """Return the slices of this rank's shard with and without weight decay."""
-        part = len(self.main)
-        cut = min(max(self._num_decayed - self.shard.start, 0), part)
-        return slice(0, cut), slice(cut, part)
+    def runs(self, group_of: Callable[[str], int]) -> Iterator[tuple[int, slice]]:
+        """Yield the group and the slice of this rank's shard of neighbouring parameters of one group.
+
+        Padding belongs to the last one.
+        """
+        runs = [(group, self.spans[list(names)[-1]][1]) for group, names in groupby(self.spans, group_of)]
+        start = 0
+        for number, (group, end) in enumerate(runs, 1):
+            stop = min(max(end - self.shard.start, 0), len(self.main)) if number < len(runs) else len(self.main)
+            if start < stop:
+                yield group, slice(start, stop)
+            start = stop
 
     def shard_range(self, name: str) -> tuple[int, slice]:
         """Return the first element of a parameter that this rank updates, and their slice of `main` and `grad`."""

@@ -28,7 +28,8 @@ from megatron3d.linear.gemm import product as gemm
 from megatron3d.ops.cross_entropy import LOSS_KERNELS, VocabShard, cross_entropy_
 from megatron3d.ops.embedding import embedding
 from megatron3d.ops.norm import norm
-from megatron3d.optim.adamw import ParamGroup, update_chunked, update_fused, update_with_triton
+from megatron3d.optim.adamw import update_chunked, update_fused, update_with_triton
+from megatron3d.optim.update import ParamGroup
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.runtime.machine import has_triton
@@ -241,10 +242,10 @@ def test_adamw(device: torch.device, name: str, moments: torch.dtype) -> None:
         rule(place, config, 1e-2, torch.tensor(3.0, device=where), torch.tensor(1.0, device=where))
         assert torch.equal(before, place.mains[0])
     check(groups[0].mains[0], groups[1].mains[0], 1e-6 if moments is torch.float32 else 1e-3)
-    check(groups[0].exp_avgs[0], groups[1].exp_avgs[0], TOLERANCES[moments])
+    check(groups[0].states[0][0], groups[1].states[0][0], TOLERANCES[moments])
 
 
 def group(device: torch.device, dtype: torch.dtype, moments: torch.dtype) -> ParamGroup:
     """Return one flat tensor of odd length, with a gradient and empty moments."""
     weight, grad = (normal(1001, seed=seed).to(device, torch.float32).to(dtype) for seed in (1, 2))
-    return ParamGroup(0.1, [weight], [grad], *([torch.zeros_like(weight, dtype=moments)] for _ in range(2)))
+    return ParamGroup(0.1, [weight], [grad], states=tuple([torch.zeros_like(weight, dtype=moments)] for _ in range(2)))

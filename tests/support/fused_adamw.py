@@ -13,7 +13,8 @@ from torch import Tensor
 
 from megatron3d.config.schema import OptimizerConfig
 from megatron3d.optim import triton_adamw
-from megatron3d.optim.adamw import ParamGroup, Update, update_chunked, update_with_triton
+from megatron3d.optim.adamw import update_chunked, update_with_triton
+from megatron3d.optim.update import ParamGroup, Update
 from tests.support.triton_process import assemble
 
 SIZES = (2500, 0, 1, 1024)
@@ -26,7 +27,7 @@ def random(size: int, seed: int) -> Tensor:
 
 def updated(update: Update, dtypes: tuple[torch.dtype, torch.dtype]) -> list[list[Tensor]]:
     """Return weights and moments after four updates, of which the third is skipped."""
-    group = ParamGroup(weight_decay=0.3)
+    group = ParamGroup(0.3, states=([], []))
     for seed, size in enumerate(SIZES):
         for tensors, dtype in zip(group.lists, (torch.float32, torch.float32, *dtypes), strict=True):
             tensors.append(random(size, seed).square().to(dtype))

@@ -65,7 +65,7 @@ class KernelMemory:
             kernel on a CPU do; others accumulate in the GEMM.
         sums_rows: backward of the embedding sums the gradients of each distinct token before it adds them to main_grad.
         fused_loss: the loss writes its gradient into the memory of the logits.
-        update_piece: elements that AdamW updates at once if its moments are narrower than the weights.
+        update_piece: elements that the optimizer updates at once if its state is narrower than the weights.
         on_gpu: the run is on GPUs, whose buckets of gradients are larger by default.
         sdpa_workspace: the backward of fused attention has a workspace beyond its gradients.
         gemm_workspace: bytes that the GEMM library keeps as tensors.

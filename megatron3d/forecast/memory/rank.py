@@ -177,10 +177,6 @@ def _consumed(action: Action, num_stages: int) -> int:
     return int(action.kind in ends and action.stage != ends[action.kind])
 
 
-# Of an element: what AdamW holds when it computes, and when it rounds a moment.
-_UPDATE_BYTES = 20
-
-
 def step_end_peaks(step: StepSpec, buffers: Iterable[tuple[int, int]], is_over: int) -> dict[str, int]:
     """Return the bytes of the peaks after the last backward, less those of activations, which other peaks add to.
 
@@ -193,9 +189,9 @@ def step_end_peaks(step: StepSpec, buffers: Iterable[tuple[int, int]], is_over: 
     sharded = [kernels.num_received * size + shard for size, shard in sizes if shard < size]
     if sharded and not step.shards(2):  # the last buffer is reduced when nothing else is left to do
         found["reduction of gradients"] = max(sharded) * wide - is_over
-    if min(step.moment_itemsizes) < wide:
+    if min(step.state_itemsizes, default=wide) < wide:
         updated = max((min(shard, kernels.update_piece) for _, shard in sizes), default=0)
-        found["update"] = _UPDATE_BYTES * updated - is_over
+        found["update"] = step.rule.chunk_bytes * updated - is_over
     return found
 
 
@@ -268,7 +264,7 @@ class MemoryOfRank:
             weights=between_steps * local.itemsize,
             main_weights=mine * local.wide if is_narrow else 0,
             gradients=(mine if step.shards(2) else whole) * local.wide,
-            optimizer=mine * sum(step.moment_itemsizes),
+            optimizer=mine * sum(step.state_itemsizes),
             activations=activations,
             buffers=shards + self._buffers,
             transient_peaks=self._transient_peaks | step_end_peaks(step, held, activations + shards),
@@ -351,7 +347,7 @@ def buffers(step: StepSpec) -> dict[str, int]:
 
 
 def snapshot_bytes(step: StepSpec) -> int:
-    """Return the bytes that a rank copies for an asynchronous save: its share of master weights and moments.
+    """Return the bytes that a rank copies for an asynchronous save: its share of master weights and optimizer state.
 
     Ranks that hold the same elements share them evenly, up to a row of each parameter.
     """
@@ -361,7 +357,7 @@ def snapshot_bytes(step: StepSpec) -> int:
         math.prod(spec.local_shape(mesh)) / (spec.num_copies(mesh, others) * len(spec.holders))
         for _, _, spec in _params(step)
     )
-    return round(written) * (step.local.wide + sum(step.moment_itemsizes))
+    return round(written) * (step.local.wide + sum(step.state_itemsizes))
 
 
 def gathered_weights(step: StepSpec) -> int:

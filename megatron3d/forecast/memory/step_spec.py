@@ -10,6 +10,7 @@ from megatron3d.forecast.memory.activations import expected_load
 from megatron3d.forecast.memory.local_sizes import KERNELS, KernelMemory, LocalSizes
 from megatron3d.model.stage_plan import Stage
 from megatron3d.ops.plan import LossChunk
+from megatron3d.optim.rule_spec import UpdateRule, rule_of
 from megatron3d.parallel.mesh import Axes
 from megatron3d.pipeline.actions import Action
 from megatron3d.pipeline.lower import lower
@@ -22,7 +23,7 @@ class StepSpec:
 
     Attributes:
         schedule: name of the pipeline schedule.
-        moment_itemsizes: bytes of an element of AdamW's first and second moment.
+        rule: update rule of the optimizer; `state_itemsizes` are the bytes of an element of its state tensors.
         reduce_itemsize: bytes of a gradient element in the data-parallel reduction.
         zero_stage: what the data axis shards: 0 nothing, 1 optimizer state and master weights, 2 also gradients, 3 also
             weights.
@@ -32,7 +33,8 @@ class StepSpec:
     local: LocalSizes
     pipeline: Pipeline
     schedule: str
-    moment_itemsizes: tuple[int, int]
+    rule: UpdateRule
+    state_itemsizes: tuple[int, ...]
     loss_chunk: LossChunk
     bucket_bytes: float
     zero_stage: int = 0
@@ -131,13 +133,13 @@ def make_step_spec(spec: RunSpec, kernels: KernelMemory = KERNELS["cpu"]) -> Ste
         documents=typical_documents(spec),
     )
     local = replace(local, expert_load=expected_load(local, config.parallel.expert_load_imbalance))
-    moments = (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype)
-    first, second = (local.wide if name is None else ITEMSIZES[name] for name in moments)
+    rule = rule_of(optimizer)
     return StepSpec(
         local,
         spec.pipeline,
         config.parallel.pipeline_schedule,
-        (first, second),
+        rule,
+        rule.state_itemsizes(optimizer, local.wide),
         spec.loss_chunk(kernels.on_gpu),
         bucket_bytes=spec.bucket_bytes(kernels.on_gpu),
         zero_stage=config.parallel.zero_stage,

@@ -25,6 +25,7 @@ from megatron3d.forecast.time.breakdown import (
 from megatron3d.forecast.time.hardware import CLUSTERS
 from megatron3d.forecast.time.layer import Machine
 from megatron3d.forecast.time.step import load_machine, predict_time
+from megatron3d.optim.rule_spec import UpdateRule, rule_of
 from megatron3d.parallel.mesh import Mesh
 
 # Steps to measure before the comparison; errors below this fraction of the step are not explained.
@@ -42,6 +43,7 @@ class Forecast:
     step: TimePrediction
     machine: Machine
     mesh: Mesh
+    rule: UpdateRule
 
     @property
     def parts(self) -> TimeBreakdown:
@@ -77,11 +79,12 @@ class Forecast:
         """Return which assumption of the hardware files a part that is `missing_s` off rests on."""
         kernels, device = self.machine.device.kernels, self.machine.device
         sheet = f"{Path(self.machine.network.cluster.accelerator).stem}.yaml"
+        update_bytes = self.machine.profile.optimizer_bytes + self.rule.moved_bytes
         memory = f"memory at {kernels.bytes_per_s / 1e9:,.0f} GB/s"
         gemms = f"GEMMs at {device.peak * kernels.matmul_fraction / 1e12:.3g} TFLOP/s"
         reasons = {
             COMPUTATION: f"{gemms} and {memory} ({sheet}), and no other program on this machine",
-            UPDATE: f"{memory} ({sheet}) and {self.machine.profile.optimizer_bytes:.0f} bytes for each parameter",
+            UPDATE: f"{memory} ({sheet}) and {update_bytes:.0f} bytes for each parameter",
             BUBBLE: "that all ranks are as fast as each other; logging.trace_iterations draws which is not",
             LOADING: "that the next batch is read while the step runs; the file system or the tokenizer is slower",
         }
@@ -105,4 +108,4 @@ def forecast(spec: RunSpec, is_cpu: bool) -> Forecast | str:
     if is_cpu and config.train.precision != "fp32" and config.logging.cluster is None:
         return "step time is not predicted: tools/calibrate.py measures CPUs in fp32 only"
     machine = load_machine(cluster, config.train.precision, spec.world_size)
-    return Forecast(cluster, predict_time(spec, machine), machine, spec.mesh)
+    return Forecast(cluster, predict_time(spec, machine), machine, spec.mesh, rule_of(config.optimizer))

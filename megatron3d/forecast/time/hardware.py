@@ -266,6 +266,10 @@ class DeviceModel:
         seconds = self.fitted.memory * num_bytes / self.kernels.bytes_per_s
         return self.launched(seconds, kernels) if num_bytes else 0.0
 
+    def matmul_bound_s(self, flops: float) -> float:
+        """Return the seconds of large GEMMs of `flops`."""
+        return flops / (self.peak * self.kernels.matmul_fraction)
+
     def attention_s(self, flops: float, backward: bool) -> float:
         """Return the seconds of fused attention of `flops`."""
         if not flops:

@@ -132,7 +132,7 @@ class ExecutionProfile:
         fuses_grad_sum: the wgrad GEMM accumulates into main_grad where no axis reduces the gradient.
         logit_bytes: bytes moved per logit by the loss and its gradient, the GEMMs not included; None: those of this
             framework's kernels, which take chunks of tokens.
-        optimizer_bytes: bytes moved per updated parameter: norm, clipping, update, and the copy to the network's dtype.
+        optimizer_bytes: bytes moved per parameter besides the update: norm, clipping, copy to the network's dtype.
         reduce_itemsize: bytes of a gradient element in the data-parallel reduction; None: as accumulated.
         wgrad_itemsize: bytes of an element of dW in its reduction over tensor axes, if wider than the network's dtype.
         overlaps_reduction: the data-parallel gradient reduction overlaps with the last backward.
@@ -167,7 +167,7 @@ class ExecutionProfile:
     grad_bytes: float = 10.0
     fuses_grad_sum: bool = False
     logit_bytes: float | None = 48.0
-    optimizer_bytes: float = 40.0
+    optimizer_bytes: float = 12.0
     reduce_itemsize: int | None = None
     wgrad_itemsize: int = 0
     overlaps_reduction: bool = True
@@ -193,7 +193,7 @@ class ExecutionProfile:
 
 # torch's own kernels, and ours.
 # grad_bytes: read the gradient (2), add it to fp32 main_grad (4 + 4).
-# optimizer_bytes: gradient norm (4), AdamW (16 + 12), cast to the network's dtype (4 + 2).
+# optimizer_bytes: gradient norm (4), cast to the network's dtype (4 + 2).
 # rotary, not compiled: two multiplications (4), rotate-half (3) and an addition (3), and as many backward.
 OURS = ExecutionProfile(
     "megatron3d",
@@ -201,7 +201,7 @@ OURS = ExecutionProfile(
     copies_concats=True,
     fuses_grad_sum=True,
     logit_bytes=None,
-    optimizer_bytes=38.0,
+    optimizer_bytes=10.0,
     wgrad_itemsize=4,
     overlaps_shared_experts=True,
 )
@@ -213,15 +213,14 @@ ON = " on "
 
 # torch's own kernels, compiled.  Its checkpointing recomputes a layer as far as the last tensor that backward needs,
 # which is the input of the last linear.
-PYTORCH = ExecutionProfile("PyTorch", stops_recomputation=True, logit_bytes=44.0, optimizer_bytes=38.0)
+PYTORCH = ExecutionProfile("PyTorch", stops_recomputation=True, logit_bytes=44.0, optimizer_bytes=10.0)
 
 # Megatron-LM as Narayanan et al. 2021 (arXiv:2104.04473, section 4.2) describe it: fused bias and GELU; fused bias,
 # dropout and addition; fused scale, mask and softmax; everything else by torch.
 # scores, in fp16 accesses: forward softmax (reads the causal half, writes all) 1.5, dropout 2 and its byte mask 0.5;
 # backward dropout 2.5, softmax 3, each on all scores.
 # grad_bytes: gradients are accumulated in fp16 (2 + 2 + 2).
-# optimizer_bytes: cast to fp32 (2 + 4), unscale and check for infinities (8), norm (4), clip (8), Adam (16 + 12), cast
-# back (4 + 2).
+# optimizer_bytes: cast to fp32 (2 + 4), unscale and check for infinities (8), norm (4), clip (8), cast back (4 + 2).
 MEGATRON_2021 = ExecutionProfile(
     "Megatron-LM, 2021",
     stage_division="equal",
@@ -231,7 +230,7 @@ MEGATRON_2021 = ExecutionProfile(
     layout=MemoryAccesses(4, 4, 2),
     grad_bytes=6.0,
     logit_bytes=50.0,
-    optimizer_bytes=60.0,
+    optimizer_bytes=32.0,
     reduce_itemsize=2,
     overlaps_reduction=False,
     overlaps_gather=False,
@@ -262,14 +261,14 @@ MEGATRON_CORE = ExecutionProfile(
     fuses_grad_sum=True,
     layout=NO_ACCESS,
     logit_bytes=54.0,
-    optimizer_bytes=46.0,
+    optimizer_bytes=18.0,
     chunks_operands=True,
 )
 
 # llm.c of 2024: kernels of its own for everything between the GEMMs.  A residual addition writes its sum and the next
 # norm's output; a norm's backward adds to the residual's gradient in place; the loss reads the logits twice and
 # overwrites them with their gradient (2 + 2 + 2); bf16 gradients are accumulated by the GEMM (2 + 2) and reduced in
-# bf16.  optimizer_bytes: norm (2), AdamW with fp32 master weights (2 + 24), and the cast (2).
+# bf16.  optimizer_bytes: norm (2) and the cast (2), less the 2 that AdamW saves with a gradient in bf16.
 LLM_C = ExecutionProfile(
     "llm.c",
     norm=MemoryAccesses(2, 4),
@@ -278,7 +277,7 @@ LLM_C = ExecutionProfile(
     grad_bytes=4.0,
     fuses_grad_sum=True,
     logit_bytes=6.0,
-    optimizer_bytes=30.0,
+    optimizer_bytes=2.0,
     reduce_itemsize=2,
 )
 

@@ -50,6 +50,7 @@ from megatron3d.forecast.time.practices import OURS, ExecutionProfile
 from megatron3d.model.spec import NO_RECOMPUTE, Architecture
 from megatron3d.model.stage_plan import Stage
 from megatron3d.ops.plan import LossChunk, relayout_traffic
+from megatron3d.optim.rule_spec import UpdateRule, rule_of
 from megatron3d.parallel.matmul_plan import Traffic, crossing, flows
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.pipeline.actions import ActionKind, Schedule
@@ -236,6 +237,7 @@ class SimulatedStep:
     bucket_bytes: float
     loss_chunk: LossChunk
     machine: Machine
+    rule: UpdateRule
     shorter: Schedule | None = None
 
     @cached_property
@@ -273,7 +275,8 @@ def simulated_step(spec: RunSpec, machine: Machine) -> SimulatedStep:
     rest = shorter.schedule if shorter else None
     machine = as_configured(machine, spec)
     counts = spec.num_microbatches, zero_stage, spec.bucket_bytes(machine.on_gpu)
-    return SimulatedStep(local, simulated.pipeline, *counts, spec.loss_chunk(machine.on_gpu), machine, shorter=rest)
+    rule, chunk = rule_of(spec.config.optimizer), spec.loss_chunk(machine.on_gpu)
+    return SimulatedStep(local, simulated.pipeline, *counts, chunk, machine, rule, shorter=rest)
 
 
 def simulated_specs(spec: RunSpec) -> tuple[RunSpec, RunSpec | None]:
@@ -428,4 +431,5 @@ def exposed_data_axis(
 def _optimizer_s(step: SimulatedStep, rank: int) -> float:
     ranks = step.mesh.size(step.mesh.zero) if step.zero_stage else 1
     mine = sum(_param_counts(step, step.pipeline.on_rank(rank)).values()) / ranks
-    return step.machine.device.memory_bound_s(mine * step.machine.profile.optimizer_bytes, 8)
+    device, moved_bytes = step.machine.device, step.machine.profile.optimizer_bytes + step.rule.moved_bytes
+    return max(device.memory_bound_s(mine * moved_bytes, 8), device.matmul_bound_s(mine * step.rule.flops))

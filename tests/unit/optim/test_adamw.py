@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron3d.config.schema import OptimizerConfig
 from megatron3d.optim import adamw
-from megatron3d.optim.adamw import ParamGroup, Update, update_chunked, update_fused, update_with_apex
+from megatron3d.optim.adamw import update_chunked, update_fused, update_with_apex
+from megatron3d.optim.update import ParamGroup, Update
 
 CONFIG = OptimizerConfig(adam_beta1=0.8, adam_beta2=0.9, adam_eps=1e-6)
 MADE, SKIPPED = torch.tensor(0.0), torch.tensor(1.0)
@@ -28,12 +29,12 @@ def random(size: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def build(main: torch.dtype, moments: torch.dtype | None = None, sizes: Sequence[int] = SIZES) -> ParamGroup:
-    group = ParamGroup(weight_decay=0.3)
+    group = ParamGroup(0.3, states=([], []))
     for seed, size in enumerate(sizes):
         group.mains.append(random(size, seed, main))
         group.grads.append(torch.zeros(size, dtype=main))
-        group.exp_avgs.append(torch.zeros(size, dtype=moments or main))
-        group.exp_avg_sqs.append(torch.zeros(size, dtype=moments or main))
+        group.states[0].append(torch.zeros(size, dtype=moments or main))
+        group.states[1].append(torch.zeros(size, dtype=moments or main))
     return group
 
 
@@ -228,7 +229,7 @@ def test_bf16_moments_do_not_depend_on_the_layout(monkeypatch: pytest.MonkeyPatc
     """One tensor, or its permuted elements in several tensors, give the same bits."""
     whole = build(torch.float32, torch.bfloat16, (50,))
     order = torch.randperm(50, generator=torch.Generator().manual_seed(1))
-    parts = ParamGroup(whole.weight_decay)
+    parts = ParamGroup(whole.weight_decay, states=([], []))
     for mine, theirs in zip(parts.lists, whole.lists, strict=True):
         mine.extend(theirs[0][order].split([17, 0, 33]))
     for step in range(5):
@@ -245,16 +246,16 @@ def test_bf16_moments_do_not_depend_on_the_layout(monkeypatch: pytest.MonkeyPatc
 def test_bf16_second_moments_decay_where_rounding_to_nearest_would_not() -> None:
     """After 1000 steps with a beta2 of 0.999 and no gradient, 0.999^1000 = 0.368 of the squares is left."""
     config = OptimizerConfig(adam_beta2=0.999)
-    group, nearest = ParamGroup(0.0), torch.ones(4096).bfloat16()
+    group, nearest = ParamGroup(0.0, states=([], [])), torch.ones(4096).bfloat16()
     for tensors, values in zip(group.lists, (torch.zeros(4096), random(4096, 1).float()), strict=False):
         tensors.append(values)
-    group.exp_avgs.append(torch.zeros(4096).bfloat16())
-    group.exp_avg_sqs.append(torch.ones(4096).bfloat16())
+    group.states[0].append(torch.zeros(4096).bfloat16())
+    group.states[1].append(torch.ones(4096).bfloat16())
     for step in range(1000):
         update_chunked(group, config, 0.0, torch.tensor(float(step)), MADE)
         nearest = (nearest.float() * 0.999).bfloat16()
     assert torch.equal(nearest, torch.ones(4096).bfloat16())
-    assert group.exp_avg_sqs[0].float().mean().item() == pytest.approx(0.999**1000, rel=3e-3)
+    assert group.states[1][0].float().mean().item() == pytest.approx(0.999**1000, rel=3e-3)
 
 
 @pytest.mark.parametrize("types", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])

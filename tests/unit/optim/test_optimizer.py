@@ -18,7 +18,7 @@ from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.config.schema import OptimizerConfig, TrainConfig
 from megatron3d.errors import UserError
 from megatron3d.optim.lr_schedule import learning_rate
-from megatron3d.optim.optimizer import MOMENTS, Optimizer
+from megatron3d.optim.optimizer import Optimizer
 from megatron3d.optim.precision import LossScale
 from megatron3d.parallel.layout import ParamSpec, Part
 from megatron3d.parallel.mesh import Mesh
@@ -59,7 +59,7 @@ def give_gradients(buffers: Buffers, seed: int) -> Tensor:
 
 def snapshot(buffers: Buffers, optimizer: Optimizer) -> list[Tensor]:
     """Return parameters, moments and number of steps."""
-    moments = [optimizer.moment(flat, which) for flat in buffers.flat_buffers for which in MOMENTS]
+    moments = [moment for moments in optimizer.state.values() for moment in moments]
     return [t.clone() for t in (*(view for _, _, view in buffers.shards("main")), *moments, optimizer.num_steps)]
 
 
@@ -127,8 +127,9 @@ def test_restored_moments_and_steps_continue_exactly() -> None:
     _, others, continued = build(config)
     for mine, theirs in zip(others.flat_buffers, buffers.flat_buffers, strict=True):
         mine.main.copy_(theirs.main)
-        for which in MOMENTS:
-            continued.moment(mine, which).copy_(optimizer.moment(theirs, which))
+    for which, moments in optimizer.state.items():
+        for mine, theirs in zip(continued.state[which], moments, strict=True):
+            mine.copy_(theirs)
     continued.set_num_steps(optimizer.num_steps.item())
     optimizer.step(give_gradients(buffers, 2), 0.1)
     continued.step(give_gradients(others, 2), 0.1)
@@ -192,8 +193,8 @@ def test_the_loss_scale_halves_with_skipped_updates_until_one_is_made() -> None:
 def test_moments_have_the_configured_dtype(dtype: torch.dtype) -> None:
     _, buffers, optimizer = build(OptimizerConfig(exp_avg_dtype="bf16", exp_avg_sq_dtype="fp32"), dtype)
     optimizer.step(give_gradients(buffers, 1), 0.1)
-    for flat in buffers.flat_buffers:
-        assert [optimizer.moment(flat, which).dtype for which in MOMENTS] == [torch.bfloat16, torch.float32]
+    dtypes = {which: {moment.dtype for moment in moments} for which, moments in optimizer.state.items()}
+    assert dtypes == {"exp_avg": {torch.bfloat16}, "exp_avg_sq": {torch.float32}}
     assert optimizer.num_bytes == sum(6 * flat.main.numel() for flat in buffers.flat_buffers)
 
 
@@ -204,10 +205,10 @@ def test_bf16_moments_equal_the_fused_ones_up_to_rounding() -> None:
     for seed in range(3):
         optimizer.step(give_gradients(wide, seed), 0.01)
         other.step(give_gradients(narrow, seed), 0.01)
-    for mine, theirs in zip(narrow.flat_buffers, wide.flat_buffers, strict=True):
-        for which in MOMENTS:
-            a, b = other.moment(mine, which), optimizer.moment(theirs, which)
+    for which, moments in optimizer.state.items():
+        for a, b in zip(other.state[which], moments, strict=True):
             torch.testing.assert_close(a.double(), b, rtol=3 * 2**-7, atol=3 * 2**-7 * b.abs().max().item())
+    for mine, theirs in zip(narrow.flat_buffers, wide.flat_buffers, strict=True):
         torch.testing.assert_close(mine.main, theirs.main, rtol=0, atol=3 * 0.01 * 2**-5)
 
 

@@ -67,8 +67,8 @@ def test_weight_decay_applies_to_its_parameters(shapes: list[tuple[int, int]], d
     for rank in range(ranks):
         (flat,) = build(specs, mesh.at(rank), 1, bucket_bytes=1e6).flat_buffers
         applies = torch.full((len(flat.main),), torch.nan)
-        for where, value in zip(flat.decay_slices, (1.0, 0.0), strict=True):
-            applies[where] = value
+        for decays, where in flat.runs(lambda name: decay[int(name[-1])]):
+            applies[where] = decays
         assert not applies.isnan().any()
         for name in flat.spans:
             assert (applies[flat.shard_range(name)[1]] == decay[int(name[-1])]).all()

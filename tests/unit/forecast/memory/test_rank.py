@@ -35,7 +35,6 @@ from megatron3d.linear.gemm import onednn_gemms
 from megatron3d.model.spec import Recompute
 from megatron3d.ops.dropout import CPU_HASH_CHUNK
 from megatron3d.optim.adamw import CPU_CHUNK, GPU_CHUNK
-from megatron3d.optim.optimizer import MOMENTS
 from megatron3d.parallel.modes import MODES
 from megatron3d.pipeline.engine import MAX_SENDS_IN_FLIGHT
 from megatron3d.train.checkpointing import source_of
@@ -89,7 +88,7 @@ def states(state: TrainState) -> dict[str, list[Tensor]]:
         "weights": [t for flat in flats for t in (flat.params, flat.main) if t.dtype == flat.params.dtype],
         "main weights": [flat.main for flat in flats if flat.main.dtype != flat.params.dtype],
         "gradients": [flat.grad for flat in flats],
-        "optimizer": [state.optimizer.moment(flat, which) for flat in flats for which in MOMENTS],
+        "optimizer": [tensor for tensors in state.optimizer.state.values() for tensor in tensors],
     }
 
 

@@ -1,0 +1,211 @@
+"""Fact: a rule that is declared is stored, resharded, counted and predicted, without a change to what does so.
+
+The rules here are registered by the tests: the sign of the momentum (Bernstein et al. 2018, arXiv:1802.04434) with one
+state tensor, and one that normalizes whole matrices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron3d.config.run_spec import RunSpec
+from megatron3d.config.schema import Config, OptimizerConfig
+from megatron3d.errors import UserError
+from megatron3d.forecast.memory.rank import predict_memory
+from megatron3d.forecast.time.step import load_machine, predict_time
+from megatron3d.model.params import part_views
+from megatron3d.optim import optimizer as optimizers
+from megatron3d.optim import rule_spec
+from megatron3d.optim.rule_spec import GroupSpec, StateTensor, UpdateRule
+from megatron3d.optim.update import ParamGroup, Update
+from megatron3d.runtime.process import fake_world
+from megatron3d.train.checkpointing import load_state, save_state
+from megatron3d.train.state import TrainState, build_state
+from megatron3d.train.state import connect as connect_processes
+from megatron3d.train.step import StepSettings, train_step
+from megatron3d.verify.dry_run import microbatches, run_rank
+from tests.support.tiny_run import stored
+from tests.support.turn_ranks import connect, run_turns
+
+VOCAB_SIZE, NUM_RANKS = 61, 4
+SIGN = UpdateRule("sign", (StateTensor("momentum"),), moved_bytes=20, flops=7)
+NARROW = replace(SIGN, name="narrow", states=(StateTensor("momentum", "exp_avg_dtype"),))
+SPECTRAL = replace(SIGN, name="spectral", is_elementwise=False)
+MODEL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 8}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one rank": {},
+    "ZeRO 1": {"zero_stage": 1, "tensor_model_parallel_size": 2},
+    "ZeRO 3": {"zero_stage": 3},
+    "pipeline": {"pipeline_model_parallel_size": 2, "zero_stage": 2},
+}
+
+
+def sign_update(group: ParamGroup, config: OptimizerConfig, lr: float, num_steps: Tensor, skipped: Tensor) -> None:
+    for w, g, m in zip(group.mains, group.grads, *group.states, strict=True):
+        m.copy_(torch.where(skipped != 0, m, torch.lerp(m.to(g.dtype), g, 1 - config.adam_beta1).to(m.dtype)))
+        w.copy_(torch.where(skipped != 0, w, w * (1 - lr * group.weight_decay) - lr * m.sign()))
+
+
+def spectral_update(group: ParamGroup, config: OptimizerConfig, lr: float, num_steps: Tensor, skipped: Tensor) -> None:
+    for w, g in zip(group.mains, group.grads, strict=True):
+        w.sub_(lr * g / (torch.linalg.matrix_norm(g, 2) if g.dim() == 2 else 1.0))
+
+
+UPDATES: dict[str, Update] = {"sign": sign_update, "narrow": sign_update, "spectral": spectral_update}
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Register the rules, and updates without a choice of kernels."""
+
+    def register(rule: UpdateRule, update: Update) -> None:
+        def choose(config: OptimizerConfig, mains: Sequence[Tensor], states: Sequence[Tensor]) -> Update:
+            return update
+
+        monkeypatch.setitem(cast(dict[str, Any], rule_spec.RULES), rule.name, rule)
+        monkeypatch.setitem(cast(dict[str, Any], optimizers.UPDATES), rule.name, choose)
+
+    for rule in (SIGN, NARROW, SPECTRAL):
+        register(rule, UPDATES[rule.name])
+
+
+def configure(layout: str, rule: str, **optimizer: Any) -> Config:
+    """Return a run with a rule that the schema does not name."""
+    train = {"micro_batch_size": 2, "global_batch_size": 8}
+    sections = {"model": MODEL, "parallel": LAYOUTS[layout], "train": train, "optimizer": optimizer}
+    config = Config.model_validate(sections)
+    return config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"optimizer": rule})})
+
+
+def build(config: Config, rank: int = 0, world_size: int = 1) -> TrainState:
+    spec = RunSpec(config, world_size, VOCAB_SIZE, rank)
+    return build_state(spec, connect(spec), torch.device("cpu"))
+
+
+def advance(state: TrainState) -> None:
+    settings = StepSettings(state.spec.config.train.seed, 64, 8)
+    for _ in range(2):
+        train_step(state, microbatches(state.spec), 0.01, settings)
+
+
+def train_and_save(rank: int, world_size: int, config: Config, root: Path) -> None:
+    """Save after two steps, and after two more."""
+    state = build(config, rank, world_size)
+    for _ in range(2):
+        advance(state)
+        save_state(root, state, {})
+
+
+def save_again(rank: int, world_size: int, config: Config, source: Path, root: Path) -> None:
+    """Load a checkpoint, save it, and save it after two more steps."""
+    state = build(config, rank, world_size)
+    load_state(source, state, {})
+    save_state(root, state, {})
+    advance(state)
+    save_state(root, state, {})
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("rule", ["sign", "narrow"])
+@pytest.mark.parametrize(("source", "target"), [("ZeRO 1", "pipeline"), ("ZeRO 3", "ZeRO 1"), ("pipeline", "ZeRO 3")])
+def test_the_state_is_saved_restored_and_resharded(source: str, target: str, rule: str, tmp_path: Path) -> None:
+    """Another layout stores the same bits again; the same layout continues as if it had never stopped."""
+    dtype = {"exp_avg_dtype": "bf16"} if rule == "narrow" else {}
+    run_turns(train_and_save, NUM_RANKS, configure(source, rule, **dtype), tmp_path / "a")
+    for layout in (source, target):
+        saved, config = tmp_path / "a/iter_0000002", configure(layout, rule, **dtype)
+        run_turns(save_again, NUM_RANKS, config, saved, tmp_path / layout)
+    before = stored(tmp_path / "a", 2)
+    parts = [name.removeprefix("model.") for name in before if name.startswith("model.")]
+    assert before.keys() == {f"{kind}.{part}" for kind in ("model", "optimizer.momentum") for part in parts}
+    assert all(before[f"optimizer.momentum.{part}"].any() for part in parts)
+    kinds = {tensor.dtype for name, tensor in before.items() if name.startswith("optimizer.")}
+    assert kinds == {torch.bfloat16 if rule == "narrow" else torch.float32}
+    assert same(stored(tmp_path / target, 2), before)
+    assert same(stored(tmp_path / source, 2), before) and same(stored(tmp_path / source, 4), stored(tmp_path / "a", 4))
+
+
+def test_a_checkpoint_of_another_rule_is_refused(tmp_path: Path) -> None:
+    run_turns(train_and_save, 1, configure("one rank", "adam"), tmp_path)
+    with pytest.raises(UserError, match=r"for optimizer\.optimizer=sign it holds weights only"):
+        load_state(tmp_path / "iter_0000002", build(configure("one rank", "sign")), {})
+
+
+@pytest.mark.parametrize("layout", ["ZeRO 3", "pipeline"])
+@pytest.mark.parametrize(("rule", "itemsize"), [("adam", 8), ("sign", 4), ("narrow", 2)])
+def test_the_dry_run_and_the_memory_model_count_the_declared_state(layout: str, rule: str, itemsize: int) -> None:
+    dtype = {"exp_avg_dtype": "bf16"} if rule == "narrow" else {}
+    for rank in (0, NUM_RANKS - 1):
+        spec = RunSpec(configure(layout, rule, **dtype), NUM_RANKS, VOCAB_SIZE, rank)
+        between, memory = run_rank(spec).between, predict_memory(spec)
+        assert between["optimizer"] == memory.optimizer == memory.gradients // 4 * itemsize > 0
+
+
+def test_the_start_up_report_counts_the_declared_state() -> None:
+    built = {rule: build(configure("one rank", rule)).optimizer.num_bytes for rule in ("sign", "adam")}
+    assert built["adam"] == 2 * built["sign"] > 0
+
+
+def test_the_predicted_update_takes_what_its_bytes_or_its_flops_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = load_machine("dgx_h200", "bf16", NUM_RANKS)
+
+    def update_s(rule: str) -> float:
+        return predict_time(RunSpec(configure("ZeRO 1", rule), NUM_RANKS, VOCAB_SIZE), machine).optimizer_s
+
+    for name, cost in (("moves", {"moved_bytes": 1e6}), ("computes", {"flops": 1e9})):
+        monkeypatch.setitem(cast(dict[str, Any], rule_spec.RULES), name, replace(SIGN, **cost))
+    assert 0 < update_s("sign") < update_s("moves") < update_s("computes")
+
+
+def test_groups_are_chosen_by_name_and_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a gradient of zero, weight decay is all that changes weights."""
+    groups = (
+        GroupSpec(False, lambda path, spec: path.startswith("embedding.")),
+        GroupSpec(True, lambda path, spec: len(spec.layout) == 2),
+        GroupSpec(False, lambda path, spec: True),
+    )
+    monkeypatch.setitem(cast(dict[str, Any], rule_spec.RULES), "sign", replace(SIGN, groups=groups))
+    state = build(configure("one rank", "sign", weight_decay=0.5))
+    for _, _, values in state.buffers.shards("main"):
+        values.fill_(1.0)
+    state.optimizer.step(torch.tensor(1.0), 0.1)
+    decayed = {name: values[0].item() != 1 for name, _, values in state.buffers.shards("main")}
+    wide = {name for name, spec in state.buffers.specs.items() if len(spec.layout) == 2}
+    assert {name for name, changed in decayed.items() if changed} == {n for n in wide if not n.startswith("embedding.")}
+
+
+def test_a_rule_on_matrices_sees_every_logical_tensor_as_a_whole() -> None:
+    """Queries, keys and values of one fused parameter are three matrices, each normalized alone."""
+    state = build(configure("one rank", "spectral", clip_grad=0.0))
+    buffers = state.buffers
+    for _, _, values in buffers.shards("main"):
+        values.zero_()
+    for number, (_, _, values) in enumerate(buffers.shards("grad")):
+        values.copy_(torch.randn(values.shape, generator=torch.Generator().manual_seed(number)))
+    state.optimizer.step(torch.tensor(1.0), 1.0)
+    num_matrices = 0
+    for name, _, values in buffers.shards("main"):
+        for _, _, view in part_views(buffers.specs[name], values, state.model.comm.mesh):
+            if view.dim() == 2:
+                num_matrices += 1
+                assert torch.linalg.matrix_norm(view, 2).item() == pytest.approx(1, abs=1e-4)
+    assert num_matrices > sum(len(spec.layout) == 2 for spec in buffers.specs.values())
+
+
+@pytest.mark.parametrize("layout", ["ZeRO 1", "ZeRO 3"])
+def test_a_rule_on_matrices_refuses_a_layout_that_shards_them(layout: str) -> None:
+    message = r"^optimizer\.optimizer=spectral: it updates whole tensors, but .* is sharded over .*data"
+    with pytest.raises(UserError, match=message):
+        spec = RunSpec(configure(layout, "spectral"), NUM_RANKS, VOCAB_SIZE)
+        with fake_world(0, NUM_RANKS):
+            build_state(spec, connect_processes(spec), torch.device("cpu"))
