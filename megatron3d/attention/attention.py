@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megatron3d.attention.heads_plan import HeadSplit
 from megatron3d.attention.packed import Visible, packed_attention, positions_of
-from megatron3d.attention.pairs import PLAIN_SOFTMAX, InPieces, PlainKernel, Softmax, add_sink, capped
+from megatron3d.attention.pairs import PLAIN_SOFTMAX, Drop, InPieces, PlainKernel, Softmax, add_sink, capped
 from megatron3d.attention.pairs_plan import DROPOUT_PIECE, DROPOUT_ROWS
 from megatron3d.comm.interface import Comm
 from megatron3d.ops.dropout import dropout, keep_mask
@@ -80,8 +80,6 @@ def _backward(q: Tensor, k: Tensor, v: Tensor, dy: Tensor, later: Tensor) -> tup
     return tuple(t.view(batch, -1, seq, size) for t in (dq, dk, dv))  # type: ignore[return-value]
 
 
-# Dropout of attention weights: rate, key, and index of the first sequence in the global batch.
-Drop = tuple[float, int, int]
 Norm = Callable[[Tensor], Tensor]
 
 
@@ -172,8 +170,7 @@ def masked_attention(q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, mask_BST: T
 
 
 class WeightDropout(NamedTuple):
-    """Dropout of attention weights: (rate, key, first sequence), and the heads, positions, documents and softmax it is
-    for."""
+    """Dropout of attention weights with the heads, positions, documents and softmax that it is for."""
 
     drop: Drop
     heads: AttentionHeads
@@ -183,12 +180,12 @@ class WeightDropout(NamedTuple):
 
     def keep(self, batch: int, queries: Sequence[int], num_keys: int, device: torch.device) -> Tensor:
         """Return bool [B, N, L, T] for queries at these positions and the first keys, the same in every layout."""
-        rate, key, first_sequence = self.drop
-        sequence = torch.arange(first_sequence, first_sequence + batch, device=device).unsqueeze(1)
+        first = self.drop.first_sequence
+        sequence = torch.arange(first, first + batch, device=device).unsqueeze(1)
         head = torch.arange(*self.heads.query_span, device=device)
         places = positions_of(queries, device)
         rows = ((sequence * self.heads.num_heads + head).unsqueeze(-1) * self.seq_length + places).flatten()
-        keep_MT = keep_mask(key, rows, torch.arange(num_keys, device=device), rate)
+        keep_MT = keep_mask(self.drop.key, rows, torch.arange(num_keys, device=device), self.drop.rate)
         keep_BNLT: Tensor = keep_MT.unflatten(0, (batch, len(head), len(queries)))
         return keep_BNLT
 
@@ -232,4 +229,4 @@ def piece_with_dropout(q: Tensor, k: Tensor, v: Tensor, queries: Sequence[int], 
         weights = torch.cat((scores, sinks), dim=-1).softmax(-1)[..., :-1]
     weights = weights.to(q.dtype)
     keep = at.keep(batch, queries, num_keys, q.device)
-    return dropout(weights, keep, at.drop[0]) @ v
+    return dropout(weights, keep, at.drop.rate) @ v

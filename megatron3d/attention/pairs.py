@@ -71,6 +71,21 @@ class Softmax(NamedTuple):
 PLAIN_SOFTMAX = Softmax()
 
 
+@dataclass(frozen=True)
+class Drop:
+    """Dropout of attention weights.
+
+    Attributes:
+        rate: probability that a weight becomes 0.
+        key: seed of the masks of this layer and step.
+        first_sequence: index in the global batch of this rank's first sequence.
+    """
+
+    rate: float
+    key: int
+    first_sequence: int
+
+
 def capped(scores: Tensor, softcap: float | None) -> Tensor:
     """Return c tanh(scores / c), or the scores themselves without a cap."""
     return scores if softcap is None else torch.tanh(scores / softcap) * softcap
@@ -449,10 +464,6 @@ class InPieces:
             yield (every, every, slice(low, high)), (every, every, slice(0, last)), mask
 
 
-# Dropout of attention weights: rate, key, and index of the first sequence in the global batch.
-Drop = tuple[float, int, int]
-
-
 class DroppedKernel(PlainKernel):
     """Plain matmuls with dropout of the weights by `keep_BNLT`."""
 
@@ -493,19 +504,18 @@ class DroppedPairs:
         def kernel(pair: Pair) -> PairKernel:
             return DroppedKernel(self.softcap, lambda device: self._keep(pair, (first, last), behind, device), rate)
 
-        rate = self.drop[0]
+        rate = self.drop.rate
         return kernel
 
     def _keep(self, pair: Pair, heads: Span, behind: int, device: torch.device) -> Tensor:
         """Return bool [B, N, L, T], as `WeightDropout.keep` makes it for whole sequences."""
-        rate, key, first_sequence = self.drop
-        low, high = pair.sequences or (0, self.num_sequences)
-        sequence = torch.arange(first_sequence + low, first_sequence + high, device=device).unsqueeze(1)
+        first, (low, high) = self.drop.first_sequence, pair.sequences or (0, self.num_sequences)
+        sequence = torch.arange(first + low, first + high, device=device).unsqueeze(1)
         held = self.chunks[low % len(self.chunks)]
         queries = _positions(held[self.place], pair.queries, device)
         keys = _positions(held[self.place - behind], pair.keys, device)
         by_head = (sequence * self.num_heads + torch.arange(*heads, device=device)).unsqueeze(-1)
-        keep_MT = keep_mask(key, (by_head * self.seq_length + queries).flatten(), keys, rate)
+        keep_MT = keep_mask(self.drop.key, (by_head * self.seq_length + queries).flatten(), keys, self.drop.rate)
         keep_BNLT: Tensor = keep_MT.unflatten(0, (high - low, heads[1] - heads[0], len(queries)))
         return keep_BNLT
 

@@ -23,7 +23,7 @@ from megatron3d.attention.context.attention import (
 from megatron3d.attention.kv_cache import CacheView
 from megatron3d.attention.latent import absorbed_attention, padded, whole_features, whole_weight
 from megatron3d.attention.packed import Visible
-from megatron3d.attention.pairs import VANILLA, Softmax
+from megatron3d.attention.pairs import VANILLA, Drop, Softmax
 from megatron3d.attention.rotary import rotate
 from megatron3d.model.experts import MoE
 from megatron3d.model.linear_spec import DOWN, KV_UP, PROJ, Q_UP, QKV, layer_linears
@@ -110,8 +110,14 @@ class Attention(nn.Module):
         sinks = q.new_zeros(q.shape[2]) if self.has_sinks and self.sinks is None else self.sinks
         softmax = Softmax(self.softcap, sinks)
         if at.cached and self.context:
-            seen = Visible(None, self.window)
-            inputs = ContextAttention(self.heads.comm, at.order, self.heads, at.seq_length, seen, None, softmax)
+            inputs = ContextAttention(
+                comm=self.heads.comm,
+                order=at.order,
+                heads=self.heads,
+                seq_length=at.seq_length,
+                visible=Visible(None, self.window),
+                softmax=softmax,
+            )
             return cached_context_attention(q, k, v, inputs, at.cached, self.site)
         if at.cached:
             k, v, mask_BST = at.cached.extend(self.site, k, v, self.window)
@@ -119,12 +125,20 @@ class Attention(nn.Module):
         drop = None
         if self.dropout and at.key is not None:
             first, _ = at.order.sequences(at.num_sequences, self.tokens)
-            drop = (self.dropout, derive_seed(*at.key, self.site), at.first_sequence + first)
+            drop = Drop(self.dropout, derive_seed(*at.key, self.site), at.first_sequence + first)
         visible = at.visible(self.window, self.tokens)
         if self.context:
-            seen = visible or Visible()
-            given = self.heads.comm, at.order, self.heads, at.seq_length, seen
-            inputs = ContextAttention(*given, drop, softmax, kept, at.held_by(self.tokens))
+            inputs = ContextAttention(
+                comm=self.heads.comm,
+                order=at.order,
+                heads=self.heads,
+                seq_length=at.seq_length,
+                visible=visible or Visible(),
+                drop=drop,
+                softmax=softmax,
+                kept=kept,
+                held=at.held_by(self.tokens),
+            )
             return context_attention(q, k, v, self.exchange, inputs)
         return attention(q, k, v, self.heads, drop, visible=visible, softmax=softmax)
 

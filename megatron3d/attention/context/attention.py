@@ -28,13 +28,13 @@ D features of a head, C context ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron3d.attention.attention import AttentionHeads, Drop, WeightDropout, attention_with_dropout
+from megatron3d.attention.attention import AttentionHeads, WeightDropout, attention_with_dropout
 from megatron3d.attention.context.exchanges import (
     Exchange,
     Gathered,
@@ -63,6 +63,7 @@ from megatron3d.attention.kv_cache import CacheView
 from megatron3d.attention.packed import Visible
 from megatron3d.attention.pairs import (
     PLAIN_SOFTMAX,
+    Drop,
     DroppedPairs,
     InPieces,
     PairKernel,
@@ -182,7 +183,7 @@ def _with_dropout(q_BNLD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, at: ContextAtt
     rank, found = at.order.mesh.index(at.order.context), []
     for row, chunks in enumerate(at.held.chunks):
         one, seen = slice(row, row + 1), Visible(at.held.starts[row : row + 1], at.visible.window)
-        of_row = drop[0], drop[1], drop[2] + row
+        of_row = replace(drop, first_sequence=drop.first_sequence + row)
         dropped = WeightDropout(of_row, at.heads, at.seq_length, seen, at.softmax)
         found.append(attention_with_dropout(q_BNLD[one], kv[0, one], kv[1, one], dropped, chunks[rank]))
     return torch.cat(found)
@@ -270,8 +271,16 @@ def _ring_and_heads(exchange: str, at: ContextAttention, num_sequences: int) -> 
     dropped = None
     if at.drop is not None:
         chunks = tuple(held_chunks(at.order, at.seq_length, num_inner, each) for each in starts or ((),))
-        given = at.softmax.softcap, at.heads.num_heads, at.heads.query_span[0], num_sequences, at.seq_length
-        dropped = DroppedPairs(at.drop, *given, chunks, place)
+        dropped = DroppedPairs(
+            at.drop,
+            softcap=at.softmax.softcap,
+            num_heads=at.heads.num_heads,
+            first_head=at.heads.query_span[0],
+            num_sequences=num_sequences,
+            seq_length=at.seq_length,
+            chunks=chunks,
+            place=place,
+        )
         plan = plan if at.seq_length <= DROPOUT_ROWS else plan.in_pieces(DROPOUT_PIECE)
     return RingAndHeads(len(at.heads.group_of_query), num_groups, moved, plan, ring, comm, dropped)
 

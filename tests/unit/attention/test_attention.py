@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron3d.attention import attention as attention_module
 from megatron3d.attention.attention import AttentionHeads, attention
 from megatron3d.attention.packed import Visible
+from megatron3d.attention.pairs import Drop
 from megatron3d.attention.rotary import rotary_tables, rotate
 from megatron3d.attention.rotary_spec import Rotary
 from megatron3d.comm.process_comm import ProcessComm
@@ -54,7 +55,7 @@ def reference(q_MF: Tensor, k_MF: Tensor, v_MF: Tensor, num_heads: int) -> Tenso
     return torch.stack(outputs, 2).flatten(2).flatten(0, 1)
 
 
-def run(heads: AttentionHeads, qkv_MF: Tensor, drop: tuple[float, int, int] | None = None) -> Tensor:
+def run(heads: AttentionHeads, qkv_MF: Tensor, drop: Drop | None = None) -> Tensor:
     q, k, v = heads.split(qkv_MF, SEQ)
     return attention(q, k, v, heads, drop)
 
@@ -203,13 +204,13 @@ KEY = derive_seed(1, 2, "attention")
 def test_dropout_of_rate_zero_is_attention() -> None:
     heads = AttentionHeads(6, 3, SIZE, (), ProcessComm(Mesh(()), []))
     qkv = torch.cat(projections(6, 3), 1)
-    assert error(run(heads, qkv, (0.0, KEY, 0)), run(heads, qkv)) < 1e-13
+    assert error(run(heads, qkv, Drop(0.0, KEY, 0)), run(heads, qkv)) < 1e-13
 
 
 def test_dropout_keeps_the_expectation() -> None:
     heads = AttentionHeads(2, 1, SIZE, (), ProcessComm(Mesh(()), []))
     qkv = torch.cat(projections(2, 1), 1)
-    runs = torch.stack([run(heads, qkv, (0.3, derive_seed(i), 0)) for i in range(2000)])
+    runs = torch.stack([run(heads, qkv, Drop(0.3, derive_seed(i), 0)) for i in range(2000)])
     deviations = (runs.mean(0) - run(heads, qkv)) / runs.std(0) * 2000**0.5
     assert deviations.abs().max() < 5.5
 
@@ -219,12 +220,12 @@ def test_dropout_drops_the_same_weights_on_every_rank(axes: Axes) -> None:
     """A rank's mask is the slice of the global mask for its heads and sequences."""
     alone = AttentionHeads(8, 8, SIZE, (), ProcessComm(Mesh(()), []))
     qkv = projections(8, 8)
-    whole = run(alone, torch.cat(qkv, 1), (0.3, KEY, 10)).view(BATCH, SEQ, -1)
+    whole = run(alone, torch.cat(qkv, 1), Drop(0.3, KEY, 10)).view(BATCH, SEQ, -1)
     for rank in range(4):
         mesh = Mesh((("x", 2), ("y", 2)), rank)
         mine = torch.cat([cut(t, ((), axes), mesh) for t in qkv], 1)
         for sequence in range(BATCH):
-            part = run(heads_on(mesh, 8, 8, axes), mine.view(BATCH, SEQ, -1)[sequence], (0.3, KEY, 10 + sequence))
+            part = run(heads_on(mesh, 8, 8, axes), mine.view(BATCH, SEQ, -1)[sequence], Drop(0.3, KEY, 10 + sequence))
             assert error(part, cut(whole[sequence], ((), axes), mesh)) < 1e-13
 
 
@@ -238,7 +239,7 @@ def test_pieces_of_long_sequences_drop_the_same_weights(
     for rows, piece in ((SEQ, SEQ), (SEQ - 1, 2)):
         monkeypatch.setattr(attention_module, "DROPOUT_ROWS", rows)
         monkeypatch.setattr(attention_module, "DROPOUT_PIECE", piece)
-        y = attention(*heads.split(qkv, SEQ), heads, (0.3, KEY, 10), visible=visible)
+        y = attention(*heads.split(qkv, SEQ), heads, Drop(0.3, KEY, 10), visible=visible)
         results.append((y, *torch.autograd.grad(y, qkv, normal(*y.shape, seed=9))))
     for mine, theirs in zip(*results, strict=True):
         assert error(mine.detach(), theirs.detach()) < 1e-13
@@ -248,6 +249,6 @@ def test_dropout_differs_between_heads_and_sequences() -> None:
     heads = AttentionHeads(2, 2, SIZE, (), ProcessComm(Mesh(()), []))
     one = normal(SEQ, SIZE, seed=1)
     qkv = one.repeat(BATCH, 6)
-    y = run(heads, qkv, (0.5, KEY, 0)).view(BATCH, SEQ, 2, SIZE)
+    y = run(heads, qkv, Drop(0.5, KEY, 0)).view(BATCH, SEQ, 2, SIZE)
     views = [y[batch, :, head].tolist() for batch in range(BATCH) for head in range(2)]
     assert all(a != b for i, a in enumerate(views) for b in views[:i])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron3d.attention.attention import AttentionHeads, WeightDropout, attention_with_dropout, masked_attention
 from megatron3d.attention.packed import Visible, packed_attention
-from megatron3d.attention.pairs import InPieces, PlainKernel, Softmax, add_sink, sink_grad
+from megatron3d.attention.pairs import Drop, InPieces, PlainKernel, Softmax, add_sink, sink_grad
 from megatron3d.attention.pairs_plan import LONGEST
 from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.parallel.mesh import Mesh
@@ -69,7 +69,7 @@ def test_attention_with_dropout_of_weights(softcap: float | None, has_sink: bool
     """At a rate so low that no weight is dropped, and none is scaled to float64's precision."""
     tensors = leaves(bool(has_sink))
     heads = AttentionHeads(N, G, D, (), ProcessComm(Mesh((("data", 1),)), ()))
-    at = WeightDropout((1e-18, 3, 0), heads, S, Visible(), softmax_of(softcap, tensors))
+    at = WeightDropout(Drop(1e-18, 3, 0), heads, S, Visible(), softmax_of(softcap, tensors))
     q, k, v = tensors[:3]
     y = attention_with_dropout(q, k, v, at)
     assert errors(y, written_down(tensors, softcap, dense_mask(None, None, S, B)), tensors) < 1e-13

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron3d.attention import pairs as attention_pairs
-from megatron3d.attention.attention import AttentionHeads, Drop
+from megatron3d.attention.attention import AttentionHeads
 from megatron3d.attention.context import attention as context_attention_module
 from megatron3d.attention.context import plan as context_exchange
 from megatron3d.attention.context.attention import ContextAttention, KeptResult, context_attention
@@ -26,7 +26,7 @@ from megatron3d.attention.context.plan import (
     num_parts,
 )
 from megatron3d.attention.packed import Visible
-from megatron3d.attention.pairs import Softmax
+from megatron3d.attention.pairs import Drop, Softmax
 from megatron3d.comm.interface import Pending
 from megatron3d.comm.loopback import LoopbackComm
 from megatron3d.comm.recording import Recorder
@@ -61,7 +61,7 @@ def attended(comm: Any, exchange: str, case: Case, recomputes: bool, drop: Drop 
 
     def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
         seen = Visible(case.starts, case.window)
-        at = ContextAttention(comm, order, heads, LENGTH, seen, drop, Softmax(None, sinks), kept)
+        at = ContextAttention(comm, order, heads, LENGTH, seen, drop=drop, softmax=Softmax(None, sinks), kept=kept)
         return context_attention(q * 2, k * 2, v * 2, exchange, at).view(q.shape)
 
     given = leaves[0], leaves[1], leaves[2], sink_N
@@ -157,8 +157,8 @@ def test_pieces_of_queries_have_the_dropout_of_whole_sequences(exchange: str, mo
     monkeypatch.setattr(context_attention_module, "DROPOUT_ROWS", 8)
     monkeypatch.setattr(context_attention_module, "DROPOUT_PIECE", 3)
     for case in (CASE, CASE._replace(starts=None, window=None)):
-        expected = run_turns(run, 4, "all_gather", case, False, (0.3, 5, 2))
-        for mine, whole in zip(run_turns(run, 4, exchange, case, True, (0.3, 5, 2)), expected, strict=True):
+        expected = run_turns(run, 4, "all_gather", case, False, Drop(0.3, 5, 2))
+        for mine, whole in zip(run_turns(run, 4, exchange, case, True, Drop(0.3, 5, 2)), expected, strict=True):
             assert error(mine[0][:4], whole[0][:4]) < 1e-12  # ranks that exchange heads sum the sinks of others
 
 

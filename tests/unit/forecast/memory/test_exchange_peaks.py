@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron3d.attention.attention import AttentionHeads, Drop
+from megatron3d.attention.attention import AttentionHeads
 from megatron3d.attention.context.attention import ContextAttention, KeptResult, context_attention
 from megatron3d.attention.context.plan import BOTH, CONTEXT_EXCHANGES, RING, Starts, with_context
 from megatron3d.attention.packed import Visible
-from megatron3d.attention.pairs import Softmax
+from megatron3d.attention.pairs import Drop, Softmax
 from megatron3d.config.model_defaults import resolve_architecture
 from megatron3d.config.schema import ModelConfig
 from megatron3d.forecast.memory.activations import kept_by_exchange
@@ -83,10 +83,12 @@ def measured(case: Case, local: LocalSizes) -> Peak:
     with pretended_world(case.rank, case.ranks), FakeTensorMode():
         comm, arch = every_group(local.mesh), local.arch
         heads = AttentionHeads(case.num_heads, case.num_groups, arch.kv_channels, (), comm)
-        drop: Drop | None = (case.dropout, 5, 0) if case.dropout else None
+        drop = Drop(case.dropout, 5, 0) if case.dropout else None
         kept = KeptResult() if case.recomputes else None
         visible = Visible(case.starts, local.window)
-        at = ContextAttention(comm, local.order, heads, case.seq, visible, drop, Softmax(case.softcap), kept)
+        at = ContextAttention(
+            comm, local.order, heads, case.seq, visible, drop=drop, softmax=Softmax(case.softcap), kept=kept
+        )
         shapes = [(case.batch, local.positions, each, arch.kv_channels) for each in heads_of(case)]
         q, k, v = (torch.empty(shape, dtype=DTYPES[case.itemsize], requires_grad=True) for shape in shapes)
 
