@@ -946,8 +946,8 @@ MUTATIONS = [
     Mutation(
         "labels taken after a sequence is split over context ranks",
         "model/gpt.py",
-        "at.cut(packing.labels(tokens))",
-        "(packing.labels(tokens) if not self.order.context else at.tokens_BL.roll(-1, 1))",
+        "cut(packing.labels(tokens))",
+        "(packing.labels(tokens) if not self.order.context else cut(tokens_BS).roll(-1, 1))",
     ),
     Mutation(
         "gathered keys in the order of context ranks",
@@ -1171,7 +1171,7 @@ MUTATIONS = [
             (
                 "labels in the order of positions where documents divide them",
                 "model/microbatch.py",
-                "return self.held.cut(x_BS) if self.held else cut_positions",
+                "return held.cut(x_BS) if held else cut_positions",
                 "return cut_positions",
             ),
             (
@@ -1302,8 +1302,8 @@ MUTATIONS = [
     Mutation(
         "loss of a module ahead divided by another module's labels",
         "model/ends.py",
-        "Target(at.cut(labels_BS).flatten(), count, scale)",
-        "Target(at.cut(labels_BS).flatten(), counts[0], scale)",
+        "Target(cut(labels_BS).flatten(), count, scale)",
+        "Target(cut(labels_BS).flatten(), counts[0], scale)",
         AHEAD,
     ),
     Mutation(

@@ -15,7 +15,7 @@ T = S + 1 tokens of a row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -87,20 +87,25 @@ class LossHead(nn.Module):
 
 
 def inputs_ahead(
-    tokens_BT: Tensor, at: Pass, packing: Packing, counts: Sequence[int | Tensor], scale: Tensor | float
+    tokens_BT: Tensor,
+    cut: Callable[[Tensor], Tensor],
+    packing: Packing,
+    counts: Sequence[int | Tensor],
+    scale: Tensor | float,
 ) -> Iterator[Ahead]:
-    """Yield the inputs of each module of a pass, cut from whole rows [B, S + 1].
+    """Yield the inputs of each module of a pass, from whole rows [B, S + 1].
 
     Tokens outside of the row are read as token 0: only labels that do not count depend on them.
 
     Args:
+        cut: returns the positions of this rank from those of whole sequences [B, S].
         counts: valid tokens of the global batch for each module, by which its loss is divided.
         scale: factor of the gradients, but not of the losses.
     """
     for places, count in enumerate(counts, start=1):
-        inputs_BS = F.pad(tokens_BT[:, places:].clamp(min=0), (0, places))[:, : at.seq_length]
+        inputs_BS = F.pad(tokens_BT[:, places:].clamp(min=0), (0, places))[:, : tokens_BT.shape[1] - 1]
         labels_BS = packing.labels(tokens_BT, places)
-        yield Ahead(at.cut(inputs_BS), Target(at.cut(labels_BS).flatten(), count, scale))
+        yield Ahead(cut(inputs_BS), Target(cut(labels_BS).flatten(), count, scale))
 
 
 def keep_hidden(x_MH: Tensor, at: Pass, mode: Mode, comm: Comm) -> None:

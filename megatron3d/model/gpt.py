@@ -18,14 +18,14 @@ from megatron3d.attention.context.plan import CONTEXT_EXCHANGES, TokenOrder
 from megatron3d.attention.kv_cache import CacheView, KVCache
 from megatron3d.attention.rotary import RotaryTables, rotary_tables
 from megatron3d.comm.interface import Comm
-from megatron3d.data.packing import PLAIN, Documents, Packing, Starts
+from megatron3d.data.packing import PLAIN, Packing, Starts
 from megatron3d.linear.main_grad import MainGrads, WgradQueue
 from megatron3d.linear.matmul import CompiledLinears
 from megatron3d.linear.overlap_plan import OVERLAP_ALL, TPOverlap
 from megatron3d.linear.weight_prefetch import PrefetchedWeight, prefetch_in_order
 from megatron3d.model.ends import Embedding, LossHead, PredictionModule, inputs_ahead, keep_hidden
 from megatron3d.model.layers import Layer
-from megatron3d.model.microbatch import Pass, Target
+from megatron3d.model.microbatch import Pass, Target, local_positions
 from megatron3d.model.modules import Build, HiddenDropout, Linear, Norm
 from megatron3d.model.param_spec import EMBEDDING, HEAD, stage_specs
 from megatron3d.model.router_state import RouterState
@@ -56,6 +56,7 @@ class GPT(nn.Module):
         comm: Comm,
         assignment: StageAssignment,
         loss_chunk: LossChunk,
+        *,
         recompute: Recompute = NO_RECOMPUTE,
         overlap: TPOverlap = OVERLAP_ALL,
         splits_backward: bool = False,
@@ -74,11 +75,21 @@ class GPT(nn.Module):
         self.main_grads = MainGrads()
         needs_queue = splits_backward or overlaps_reduction
         self.wgrads = WgradQueue(self.main_grads, overlaps_reduction) if needs_queue else None
-        hooks = self.main_grads, self.wgrads
-        compiled = CompiledLinears(self.main_grads) if compiles else None
         self.routers = RouterState(arch)
-        given = self.specs, *hooks, recompute, overlap, norm_kernels, compiled, context_exchange, self.routers
-        build = Build(arch, mode, comm, *given)
+        build = Build(
+            arch=arch,
+            mode=mode,
+            comm=comm,
+            specs=self.specs,
+            main_grads=self.main_grads,
+            wgrads=self.wgrads,
+            recompute=recompute,
+            overlap=overlap,
+            norm_kernels=norm_kernels,
+            compiled=CompiledLinears(self.main_grads) if compiles else None,
+            context_exchange=context_exchange,
+            routers=self.routers,
+        )
         self.recompute, self.offload = recompute, ActivationOffload()
         if EMBEDDING in self.specs:
             self.embedding = Embedding("embedding", build)
@@ -161,6 +172,7 @@ class GPT(nn.Module):
         tokens: Tensor,
         num_tokens: int | Tensor,
         first_sequence: int = 0,
+        *,
         key: tuple[int, int] | None = None,
         loss_scale: Tensor | float = 1.0,
         packing: Packing = PLAIN,
@@ -181,15 +193,39 @@ class GPT(nn.Module):
             all_tokens: tokens of the global batch, masked ones included.
             num_ahead: valid tokens of the global batch for each module of multi-token prediction.
         """
+        tokens_BS = tokens[:, :-1].clamp(min=0)
         documents = packing.documents(tokens[:, :-1], packing.starts(tokens) if starts is None else starts)
-        at = self._begin(tokens[:, :-1].clamp(min=0), first_sequence, key, documents)
+        num_sequences, seq_length = self._whole_shape(tokens_BS)
+        held = held_positions(self.order, seq_length, documents.starts if documents else None, tokens.device)
+        cut = partial(local_positions, order=self.order, held=held)
         scale = loss_scale * self.arch.mtp_loss_scaling_factor / max(self.arch.mtp_num_layers, 1)
-        target = Target(at.cut(packing.labels(tokens)).flatten(), num_tokens, loss_scale, all_tokens)
-        return replace(at, target=target, ahead=tuple(inputs_ahead(tokens, at, packing, num_ahead, scale)))
+        return Pass(
+            tokens_BL=cut(tokens_BS),
+            seq_length=seq_length,
+            order=self.order,
+            target=Target(cut(packing.labels(tokens)).flatten(), num_tokens, loss_scale, all_tokens),
+            num_sequences=num_sequences,
+            first_sequence=first_sequence,
+            key=key,
+            rotary=self._local_rotary(seq_length),
+            documents=documents,
+            ahead=tuple(inputs_ahead(tokens, cut, packing, num_ahead, scale)),
+            held=held,
+        )
 
     def begin_sampling(self, tokens_BS: Tensor) -> Pass:
         """Return the pass of a microbatch [B, S] that ends in its logits."""
-        return self._begin(tokens_BS, 0, None)
+        num_sequences, seq_length = self._whole_shape(tokens_BS)
+        return Pass(
+            tokens_BL=local_positions(tokens_BS, self.order, None),
+            seq_length=seq_length,
+            order=self.order,
+            target=None,
+            num_sequences=num_sequences,
+            first_sequence=0,
+            key=None,
+            rotary=self._local_rotary(seq_length),
+        )
 
     def begin_extending(
         self, tokens_BS: Tensor, positions_BS: Tensor, ends_B: Tensor, length: int, cache: KVCache, has_logits: bool
@@ -207,26 +243,32 @@ class GPT(nn.Module):
         cached = CacheView(cache, positions_BS, positions_BS[low:high], ends_B[low:high], length, has_logits)
         mine_BL, tokens_BL = (cut_positions(t, self.order.chunks(width), 1) for t in (cached.mine_BS, tokens_BS))
         rotary = tuple((cos[mine_BL], sin[mine_BL]) for cos, sin in self._rotary_tables(cache.capacity))
-        return Pass(tokens_BL, width, self.order, None, num_sequences, 0, None, rotary, cached)
+        return Pass(
+            tokens_BL=tokens_BL,
+            seq_length=width,
+            order=self.order,
+            target=None,
+            num_sequences=num_sequences,
+            first_sequence=0,
+            key=None,
+            rotary=rotary,
+            cached=cached,
+        )
 
-    def _begin(
-        self,
-        tokens_BS: Tensor,
-        first_sequence: int,
-        key: tuple[int, int] | None,
-        documents: Documents | None = None,
-    ) -> Pass:
-        num_sequences, seq_length = tokens_BS.shape[0] * self.comm.mesh.size(self.mode.batch_axes), tokens_BS.shape[1]
-        chunks = self.order.chunks(seq_length)
-        tables = self._rotary_tables(seq_length)
-        rotary = tuple((cut_positions(cos, chunks, dim=0), cut_positions(sin, chunks, dim=0)) for cos, sin in tables)
-        held = held_positions(self.order, seq_length, documents.starts if documents else None, tokens_BS.device)
-        tokens_BL = held.cut(tokens_BS) if held else cut_positions(tokens_BS, chunks, dim=1)
-        at = Pass(tokens_BL, seq_length, self.order, None, num_sequences, first_sequence, key, rotary)
-        return replace(at, documents=documents, held=held)
+    def _whole_shape(self, tokens_BS: Tensor) -> tuple[int, int]:
+        """Return the sequences of the whole microbatch and the positions of each, from what this rank reads."""
+        return tokens_BS.shape[0] * self.comm.mesh.size(self.mode.batch_axes), tokens_BS.shape[1]
+
+    def _local_rotary(self, seq_length: int) -> tuple[RotaryTables, ...]:
+        """Return the rotary tables of this rank's positions of sequences without documents."""
+        chunks, tables = self.order.chunks(seq_length), self._rotary_tables(seq_length)
+        return tuple((cut_positions(cos, chunks, dim=0), cut_positions(sin, chunks, dim=0)) for cos, sin in tables)
 
     def _with_documents(self, at: Pass) -> Pass:
-        """Return the pass with the rotary tables of its documents, for all layers of one stage."""
+        """Return the pass with the rotary tables of its documents, for all layers of one stage.
+
+        They are per sequence: made here, those of one stage's pass are in memory, not those of all microbatches.
+        """
         if at.documents is None:
             return at
         if (mine_BL := at.document_positions_BL) is not None:

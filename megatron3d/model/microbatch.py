@@ -21,6 +21,11 @@ from megatron3d.parallel.mesh import Axes
 T = TypeVar("T")
 
 
+def local_positions(x_BS: Tensor, order: TokenOrder, held: HeldPositions | None) -> Tensor:
+    """Return the positions of this rank from those of whole sequences; `held`: where documents divide them."""
+    return held.cut(x_BS) if held else cut_positions(x_BS, order.chunks(x_BS.shape[1]), dim=1)
+
+
 @dataclass(frozen=True)
 class Target:
     """Labels and divisor of the loss.
@@ -46,7 +51,7 @@ class Ahead:
     target: Target
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Pass:
     """Inputs of one microbatch's pass through the model.
 
@@ -114,7 +119,7 @@ class Pass:
 
     def cut(self, x_BS: Tensor) -> Tensor:
         """Return the positions of this rank from those of whole sequences."""
-        return self.held.cut(x_BS) if self.held else cut_positions(x_BS, self.order.chunks(self.seq_length), dim=1)
+        return local_positions(x_BS, self.order, self.held)
 
     def whole_sequences(self, x_MF: Tensor) -> Tensor:
         """Return [B, S, F] of all sequences from the rows [M, F] of all ranks, in their order."""

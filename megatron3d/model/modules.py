@@ -37,7 +37,7 @@ from megatron3d.parallel.mesh import Axes
 from megatron3d.parallel.modes.mode import Mode
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Build:
     """Arguments of every module's constructor.
 

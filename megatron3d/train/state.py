@@ -84,12 +84,12 @@ def build_state(
         comm,
         spec.pipeline,
         chunk,
-        spec.recompute,
-        spec.overlap,
-        splits,
-        norms,
-        compiles,
-        config.parallel.cp_comm_type,
+        recompute=spec.recompute,
+        overlap=spec.overlap,
+        splits_backward=splits,
+        norm_kernels=norms,
+        compiles=compiles,
+        context_exchange=config.parallel.cp_comm_type,
     )
     model.routers.allocate(device)
     loss_scale = LossScale(config.train, device)

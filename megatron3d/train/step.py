@@ -76,12 +76,12 @@ def train_step(
             batch.tokens,
             num_tokens,
             batch.first_sample,
-            key,
-            scale.factor,
-            packing,
-            batch.starts,
-            settings.num_tokens,
-            num_ahead,
+            key=key,
+            loss_scale=scale.factor,
+            packing=packing,
+            starts=batch.starts,
+            all_tokens=settings.num_tokens,
+            num_ahead=num_ahead,
         )
         for batch in microbatches
     ]

@@ -68,7 +68,16 @@ def test_all_ranks_together_hold_every_token_once(name: str, form: str) -> None:
         for mesh in meshes:
             order = TokenOrder(mode.batch_axes, mode.context, mesh)
             read = sequences // mesh.size(mode.batch_axes)
-            at = Pass(torch.zeros(read, length // 2), length, order, None, sequences, first, None, None)
+            at = Pass(
+                tokens_BL=torch.zeros(read, length // 2),
+                seq_length=length,
+                order=order,
+                target=None,
+                num_sequences=sequences,
+                first_sequence=first,
+                key=None,
+                rotary=(),
+            )
             mine = at.token_rows(axes, CPU)
             low, high = span(sequences * length, axes, mesh)
             assert len(mine) == high - low
@@ -87,7 +96,16 @@ def test_sequences_of_a_context_group_are_the_same_and_positions_differ() -> Non
         tokens = torch.arange(4 * 8).view(4, 8)
         low, high = order.sequences(4, mode.inner[0])
         assert (low, high) == (2 * mesh.coord("r"), 2 * mesh.coord("r") + 2)
-        at = Pass(tokens[low:high, :4], 8, order, None, 4, 0, None, None)
+        at = Pass(
+            tokens_BL=tokens[low:high, :4],
+            seq_length=8,
+            order=order,
+            target=None,
+            num_sequences=4,
+            first_sequence=0,
+            key=None,
+            rotary=(),
+        )
         mine = at.token_rows(mode.inner[0], CPU)
         expected = [s * 8 + p for s, (a, b) in product(range(low, high), order.chunks(8)) for p in range(a, b)]
         assert mine.tolist() == expected == at.cut(tokens[low:high]).flatten().tolist()

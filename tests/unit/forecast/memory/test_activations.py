@@ -175,7 +175,7 @@ def build(local: LocalSizes, comm: Comm) -> tuple[GPT, Stage, Pass]:
     sequences = local.part(local.micro_batch_size, local.mode.batch_axes)
     tokens = torch.zeros(sequences, local.arch.seq_length + 1, dtype=torch.long)
     packing = Packing(0, reset_attention_mask=local.masks_documents, reset_position_ids=local.resets_positions)
-    at = model.begin(tokens, 7, 0, (1, 2), packing=packing)
+    at = model.begin(tokens, 7, key=(1, 2), packing=packing)
     return model, stages[0], replace(at, tokens_BL=at.tokens_BL.clone())
 
 
