@@ -14,6 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 MAX_FUNCTION_LINES = 60
+MAX_POSITIONAL = 6
 
 # Packages of values, tensors and lists: they take their settings from RunSpec and never read the configuration.
 BELOW_CONFIG = frozenset(
@@ -92,6 +93,12 @@ def device_literals(tree: ast.Module) -> list[int]:
     return [n.lineno for n in texts if str(n.value).partition(":")[0] == "cuda"]
 
 
+def choice_literals(tree: ast.Module) -> list[int]:
+    """Return lines with the name of the pipeline axis, of a mode or of a schedule as a string."""
+    texts = [n for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+    return [n.lineno for n in texts if n.value in CHOICES]
+
+
 def global_statements(tree: ast.Module) -> list[int]:
     """Return lines that rebind a module's name from inside a function."""
     return [n.lineno for n in ast.walk(tree) if isinstance(n, ast.Global)]
@@ -106,6 +113,20 @@ def long_functions(tree: ast.Module) -> list[int]:
     """Return the first lines of functions that are too long."""
     functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
     return [n.lineno for n in functions if (n.end_lineno or 0) - n.lineno >= MAX_FUNCTION_LINES]
+
+
+def many_positional(tree: ast.Module) -> list[int]:
+    """Return the first lines of functions that take more arguments by position than can be told apart.
+
+    Kernels and the forward of an autograd function are called by position only.
+    """
+    found = []
+    for node in (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)):
+        names = [each.arg for each in (*node.args.posonlyargs, *node.args.args)]
+        is_kernel = any(ast.unparse(each).startswith("triton.jit") for each in node.decorator_list)
+        if not is_kernel and names[:1] != ["ctx"]:
+            found += [node.lineno] * (len(names) - (names[:1] in (["self"], ["cls"])) > MAX_POSITIONAL)
+    return found
 
 
 # Benchmarks that time torch's own parallelism and checkpoints next to ours, or torch's process groups.
@@ -128,6 +149,11 @@ PEERS = tuple(
     )
 )
 
+# Names of an axis, a mode and a schedule, each of which is a constant of one table; programs take what a person types.
+CHOICES = ("pipeline", "1d", "1f1b")
+TABLES = ("megatron3d.parallel.mesh", "megatron3d.parallel.modes.one_d", "megatron3d.pipeline.schedules")
+TYPED = tuple(name for name in SOURCES if not name.startswith("megatron3d"))
+
 # Rule, exempt modules, a line that breaks it.
 RULES: Mapping[str, tuple[Rule, tuple[str, ...], str]] = {
     "environment": (
@@ -148,8 +174,15 @@ RULES: Mapping[str, tuple[Rule, tuple[str, ...], str]] = {
     # Objects that ranks of one run send each other are pickled, as by torch; files never are.
     "unpickling": (reads("pickle", "torch.load"), ("megatron3d.comm.objects",), "torch.load(path)"),
     "device literal": (device_literals, ("megatron3d.runtime.process", "megatron3d.hardware"), 'move("cuda:0")'),
+    "choice literal": (choice_literals, (*TABLES, *TYPED), 'mesh.coord("pipeline")'),
     "global": (global_statements, (), "def f():\n    global x"),
     "silent assert": (silent_asserts, (), "assert x"),
+    # The seven of a matmul are hooks that tests and modules pass in this order.
+    "many positional": (
+        many_positional,
+        ("megatron3d.linear.matmul",),
+        "def f(a, b, c, d, e, f, g): ...",
+    ),
     "long function": (long_functions, (), "def f():\n" + "    x\n" * MAX_FUNCTION_LINES),
 }
 

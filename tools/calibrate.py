@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> None:
     if num_gpus:
         from tools.calibrate_gpus import calibrate_gpus
 
-        paths = calibrate_gpus(folder, num_gpus, arguments.precision, arguments.network, seconds)
+        paths = calibrate_gpus(folder, num_gpus, arguments.precision, arguments.network, budget_s=seconds)
     else:
         if arguments.network or arguments.precision != PRECISION:
             raise UserError("--network and --precision: for GPUs only, of which torch sees none here; leave them out")

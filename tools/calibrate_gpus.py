@@ -249,6 +249,7 @@ def calibrate_gpus(
     num_gpus: int,
     precision: str = "bf16",
     network: str | None = None,
+    *,
     budget_s: float = 1.0,
     sizes: Sizes = LARGE,
     on_cpu: bool = False,

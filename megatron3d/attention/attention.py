@@ -133,6 +133,7 @@ def attention(
     heads: AttentionHeads,
     drop: Drop | None,
     mask_BST: Tensor | None = None,
+    *,
     visible: Visible | None = None,
     softmax: Softmax = PLAIN_SOFTMAX,
 ) -> Tensor:

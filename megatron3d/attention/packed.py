@@ -130,7 +130,13 @@ class ByPairs:
         for rows, pair, mask in self._pairs(q, visible):
             queries, keys = (rows, slice(None), slice(*pair.queries)), (rows, slice(None), slice(*pair.keys))
             grads = self._kernel.backward(
-                dy[queries], q[queries], k[keys], v[keys], (out[queries], lse[queries]), pair.kind is Kind.CAUSAL, mask
+                dy[queries],
+                q[queries],
+                k[keys],
+                v[keys],
+                (out[queries], lse[queries]),
+                pair.kind is Kind.CAUSAL,
+                mask_LT=mask,
             )
             dq[queries] = grads[0]
             for total, part in zip((dk, dv), grads[1:], strict=True):

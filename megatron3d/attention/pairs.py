@@ -150,6 +150,7 @@ class PairKernel(Protocol):
         v_BGTD: Tensor,
         merged: tuple[Tensor, Tensor],
         is_causal: bool,
+        *,
         mask_LT: Tensor | None,
     ) -> Grads:
         """Return the gradients, given the output and log-sum-exp over all pairs of these queries."""
@@ -185,6 +186,7 @@ class PlainKernel:
         v_BGTD: Tensor,
         merged: tuple[Tensor, Tensor],
         is_causal: bool,
+        *,
         mask_LT: Tensor | None,
     ) -> Grads:
         out, lse = merged
@@ -248,6 +250,7 @@ class CpuKernel:
         v_BGTD: Tensor,
         merged: tuple[Tensor, Tensor],
         is_causal: bool,
+        *,
         mask_LT: Tensor | None,
     ) -> Grads:
         mask = None if mask_LT is None else _additive(mask_LT, q_BNLD.dtype)
@@ -281,6 +284,7 @@ class FlashKernel:
         v_BGTD: Tensor,
         merged: tuple[Tensor, Tensor],
         is_causal: bool,
+        *,
         mask_LT: Tensor | None,
     ) -> Grads:
         k, v = _for_each_query_head(q_BNLD, k_BGTD, v_BGTD)
@@ -393,8 +397,8 @@ class MergedGrads:
             dy, q, out, lse = (rows(t, pair.queries, pair) for t in (self._dy, self._q, *self._merged))
             k, v = (rows(t, pair.keys, pair) for t in kv)
             kernel = of_pair(pair) if of_pair else self._kernel or kernel_for(q, pair.kind)
-            seen = pair.kind is Kind.CAUSAL, _mask(pair, self._window, q.device)
-            grads = kernel.backward(dy, q, k, v, (out, lse), *seen)
+            mask = _mask(pair, self._window, q.device)
+            grads = kernel.backward(dy, q, k, v, (out, lse), pair.kind is Kind.CAUSAL, mask_LT=mask)
             rows(self.dq, pair.queries, pair).add_(grads.dq)
             rows(dkv[0], pair.keys, pair).add_(grads.dk)
             rows(dkv[1], pair.keys, pair).add_(grads.dv)
@@ -434,17 +438,18 @@ class InPieces:
         v_BGTD: Tensor,
         merged: tuple[Tensor, Tensor],
         is_causal: bool,
+        *,
         mask_LT: Tensor | None,
     ) -> Grads:
         if q_BNLD.shape[2] <= self._longest:
-            return self._kernel.backward(dy_BNLD, q_BNLD, k_BGTD, v_BGTD, merged, is_causal, mask_LT)
+            return self._kernel.backward(dy_BNLD, q_BNLD, k_BGTD, v_BGTD, merged, is_causal, mask_LT=mask_LT)
         wide = torch.promote_types(k_BGTD.dtype, torch.float32)
         dk, dv = torch.zeros_like(k_BGTD, dtype=wide), torch.zeros_like(v_BGTD, dtype=wide)
         dq = []
         for queries, keys, mask in self._pieces(q_BNLD, k_BGTD, is_causal, mask_LT):
             final = merged[0][queries], merged[1][queries]
             grads = self._kernel.backward(
-                dy_BNLD[queries], q_BNLD[queries], k_BGTD[keys], v_BGTD[keys], final, False, mask
+                dy_BNLD[queries], q_BNLD[queries], k_BGTD[keys], v_BGTD[keys], final, False, mask_LT=mask
             )
             dq.append(grads.dq)
             dk[keys] += grads.dk

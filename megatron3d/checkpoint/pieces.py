@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron3d.checkpoint.index import box_text
 from megatron3d.model.params import part_views
 from megatron3d.parallel.layout import Box, ParamSpec, Shape, box_shape
-from megatron3d.parallel.mesh import Axes, Mesh
+from megatron3d.parallel.mesh import PIPELINE, Axes, Mesh
 from megatron3d.zero import Buffers
 
 # safetensors' names.  Files store the largest elements first, so that every box is aligned.
@@ -119,7 +119,7 @@ def split_among_replicas(held: Iterable[ParamRange], mesh: Mesh, zero_axes: Axes
     """
     groups: dict[Axes, list[ParamRange]] = {}
     for each in held:
-        split = each.spec.axes | {"pipeline", *zero_axes}
+        split = each.spec.axes | {PIPELINE, *zero_axes}
         copies = mesh.without(mesh.names, split)
         groups.setdefault(copies, []).append(_half_of_pipeline_rank(_without_padding(each, mesh), mesh))
     for copies, group in groups.items():
@@ -141,7 +141,7 @@ def _half_of_pipeline_rank(held: ParamRange, mesh: Mesh) -> ParamRange:
     holders = held.spec.holders
     if len(holders) == 1:
         return held
-    place, numel = holders.index(mesh.coord("pipeline")), math.prod(held.spec.local_shape(mesh))
+    place, numel = holders.index(mesh.coord(PIPELINE)), math.prod(held.spec.local_shape(mesh))
     low, high = (_row_start(held.spec, numel * edge // len(holders), mesh) for edge in (place, place + 1))
     start, stop = (min(max(edge, low), high) for edge in (held.start, held.stop))
     return held._replace(start=start, stop=stop)

@@ -21,6 +21,7 @@ from megatron3d.config.validate.files import check_files
 from megatron3d.config.validate.rules import layout_problems, value_problems
 from megatron3d.errors import ExitCode, UserError
 from megatron3d.model.linear_spec import num_parameters
+from megatron3d.parallel.mesh import PIPELINE
 from megatron3d.runtime.arguments import MAX_RANKS, ToolParser, shorten, whole
 
 
@@ -71,7 +72,7 @@ class Arguments:
     check: bool = False
     world_size: int | None = None
     dry_run: bool = False
-    ranks: str = "pipeline"
+    ranks: str = PIPELINE
     picture: Path | None = None
 
 
@@ -96,7 +97,7 @@ def parse_args(argv: Sequence[str], program: str = "pretrain_gpt.py") -> Argumen
     )
     parser.add_argument(
         "--ranks",
-        default="pipeline",
+        default=PIPELINE,
         metavar="RANKS",
         help="dry run only: pipeline (one rank per pipeline rank), all, or ranks such as 0,5",
     )
@@ -114,7 +115,7 @@ def parse_args(argv: Sequence[str], program: str = "pretrain_gpt.py") -> Argumen
         )
     if typed.check and typed.dry_run:
         parser.error("--check and --dry-run exclude each other; a dry run checks first")
-    if typed.ranks != "pipeline" and not typed.dry_run:
+    if typed.ranks != PIPELINE and not typed.dry_run:
         parser.error("--ranks needs --dry-run")
     if typed.picture and not typed.dry_run:
         parser.error("--picture needs --dry-run")

@@ -17,7 +17,7 @@ from megatron3d.attention.context.plan import CONTEXT_EXCHANGES, LOAD_BALANCERS,
 from megatron3d.errors import is_one_line
 from megatron3d.parallel.mesh import CONTEXT
 from megatron3d.parallel.modes import MODES
-from megatron3d.pipeline.schedules import FROM_FILE, SCHEDULES
+from megatron3d.pipeline.schedules import FROM_FILE, ONE_F_ONE_B, SCHEDULES
 from megatron3d.runtime.arguments import MAX_NUMBER, MAX_RANKS, MAX_SEED
 
 Positive = Annotated[int, Field(ge=1)]
@@ -507,7 +507,7 @@ class ParallelConfig(Section):
         "multiples of an even load",
     )
     pipeline_model_parallel_size: int = Field(1, ge=1)
-    pipeline_schedule: ScheduleName = "1f1b"
+    pipeline_schedule: ScheduleName = ONE_F_ONE_B
     virtual_pipeline_model_parallel_size: int | None = Field(
         None,
         ge=1,

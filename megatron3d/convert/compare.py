@@ -27,7 +27,7 @@ from megatron3d.model.param_spec import EMBEDDING, HEAD
 from megatron3d.model.spec import EXPERT_BIAS, Architecture
 from megatron3d.model.stage_plan import Stage, StageAssignment, make_stages
 from megatron3d.ops.plan import LossChunk
-from megatron3d.parallel.mesh import Mesh
+from megatron3d.parallel.mesh import DATA, PIPELINE, Mesh
 from megatron3d.parallel.modes import MODES, build_mode
 
 NUM_SEQUENCES, MAX_POSITIONS = 2, 24
@@ -85,7 +85,7 @@ def our_logits(checkpoint: Path, arch: Architecture, rounded: torch.dtype, token
     num_stages = arch.num_layers
     pipeline = StageAssignment(make_stages([1] * num_stages), tuple(range(num_stages)))
     mode = build_mode(next(iter(MODES)), None, (1,))
-    axes = (("pipeline", num_stages), ("replica", 1), ("data", 1), *mode.axes)
+    axes = ((PIPELINE, num_stages), *((axis, 1) for axis in DATA), *mode.axes)
     small = replace(arch, vocab_size=len(rows_V), padded_vocab_size=len(rows_V))
 
     def run(stage: Stage, x_MH: Tensor | None) -> Tensor:

@@ -48,7 +48,7 @@ from megatron3d.errors import UserError
 from megatron3d.model.linear_spec import num_parameters
 from megatron3d.model.spec import Architecture, architecture_of_record
 from megatron3d.parallel.layout import box_shape
-from megatron3d.parallel.mesh import Mesh
+from megatron3d.parallel.mesh import DATA, PIPELINE, Mesh
 from megatron3d.runtime.files import write_text
 
 RECORD = "conversion.json"
@@ -298,7 +298,7 @@ def _origins(source: Path) -> dict[str, str]:
 
 
 def _alone() -> ProcessComm:
-    return ProcessComm(Mesh((("pipeline", 1), ("replica", 1), ("data", 1)), 0), ())
+    return ProcessComm(Mesh(((PIPELINE, 1), *((axis, 1) for axis in DATA)), 0), ())
 
 
 def write_start(request: ConversionRequest) -> ConversionReport:

@@ -38,6 +38,7 @@ def _causal(
     k_BNSD: Tensor,
     v_BNSD: Tensor,
     scale: float | None = None,
+    *,
     window: int | None = None,
     cap: float = 0.0,
     sinks_N: Tensor | None = None,
@@ -178,7 +179,15 @@ class _Decoding:
             float_of(hf, kind.scale, size) ** -0.5 if kind.scale else float_of(hf, "attention_multiplier", size**-0.5)
         )
         cap = float_of(hf, "attn_logit_softcapping", 0.0)
-        y = _causal(q, k, v, scale, window if slides else None, cap, first_of(self.weights, f"{name}.sinks"))
+        y = _causal(
+            q,
+            k,
+            v,
+            scale,
+            window=window if slides else None,
+            cap=cap,
+            sinks_N=first_of(self.weights, f"{name}.sinks"),
+        )
         return self.linear(y, f"{name}.o_proj", self.in_output)
 
     def latent_attention(self, x: Tensor, name: str) -> Tensor:

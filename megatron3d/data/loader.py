@@ -59,6 +59,7 @@ class BatchLoader:
         micro_batch_size: int,
         global_batch_size: int,
         device: torch.device,
+        *,
         packing: Packing = PLAIN,
     ) -> None:
         data_axes = mesh.in_order(DATA)

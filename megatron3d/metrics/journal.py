@@ -16,12 +16,13 @@ from pydantic_core import from_json
 from typing_extensions import NotRequired, TypedDict
 
 from megatron3d.errors import UserError
+from megatron3d.parallel.mesh import PIPELINE
 from megatron3d.runtime.arguments import MAX_RANKS
 from megatron3d.runtime.files import write_text
 
 
 def _with_pipeline(mesh: dict[str, int]) -> dict[str, int]:
-    if "pipeline" not in mesh:
+    if PIPELINE not in mesh:
         raise ValueError("has no axis pipeline")
     return mesh
 

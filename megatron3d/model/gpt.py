@@ -35,6 +35,7 @@ from megatron3d.ops.norm import TORCH_NORMS, NormKernels
 from megatron3d.ops.plan import LossChunk
 from megatron3d.ops.recompute import ActivationOffload, KeptResults, recomputed
 from megatron3d.parallel.layout import ParamSpec
+from megatron3d.parallel.mesh import PIPELINE
 from megatron3d.parallel.modes.mode import Mode
 from megatron3d.zero import FsdpUnit
 
@@ -68,7 +69,7 @@ class GPT(nn.Module):
         self.arch, self.mode = arch, mode
         self.comm = comm
         self.order = TokenOrder.of_mode(mode, comm.mesh, widest_window(arch))
-        rank = comm.mesh.coord("pipeline")
+        rank = comm.mesh.coord(PIPELINE)
         self.stages: tuple[Stage, ...] = assignment.on_rank(rank)
         self.stage_specs: Mapping[int, Mapping[str, ParamSpec]] = stage_specs(arch, mode, assignment, rank)
         overlaps_reduction = overlap.weight_grad and bool(mode.expand.on(comm.mesh).w)

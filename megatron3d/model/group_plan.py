@@ -12,7 +12,7 @@ from megatron3d.model.stage_plan import StageAssignment
 from megatron3d.ops.plan import dim_changes
 from megatron3d.parallel.links import Link
 from megatron3d.parallel.matmul_plan import MatmulPlan, moves
-from megatron3d.parallel.mesh import DATA, Axes, Mesh, disjoint_cover
+from megatron3d.parallel.mesh import DATA, PIPELINE, Axes, Mesh, disjoint_cover
 from megatron3d.parallel.modes.mode import Mode
 
 
@@ -22,7 +22,7 @@ def communication_axes(arch: Architecture, mode: Mode, mesh: Mesh) -> tuple[Axes
     The order is the same on all ranks.  Some of them make up the whole mesh, each axis once: numbers of all ranks, such
     as the loss, are reduced over these one after another.
     """
-    sets: list[Axes] = [("pipeline",)]
+    sets: list[Axes] = [(PIPELINE,)]
     for plan in (mode.expand, mode.contract, mode.embed, *((mode.latent,) if arch.is_latent else ())):
         sets += _plan_axes(plan.on(mesh))
     sets += [*latent_axes(mode.expand.on(mesh))] if arch.is_latent else []
@@ -69,11 +69,11 @@ def pipeline_links(arch: Architecture, assignment: StageAssignment) -> tuple[Lin
     """Return all pairs of pipeline ranks that send to each other: the owners of neighbouring stages, and of the first
     and last stage of a model whose last stage uses the embedding matrix as well."""
     pairs = {(min(pair), max(pair)) for pair in pairwise(assignment.owners)}
-    links = {Link("pipeline", low, high) for low, high in pairs if low < high}
+    links = {Link(PIPELINE, low, high) for low, high in pairs if low < high}
     return tuple(sorted({*links, *tied_links(arch, assignment)}))
 
 
 def tied_links(arch: Architecture, assignment: StageAssignment) -> tuple[Link, ...]:
     """Return the pair of pipeline ranks that sum the gradient of a shared embedding matrix, if there are two."""
     low, high = sorted((assignment.owners[0], assignment.owners[-1]))
-    return (Link("pipeline", low, high),) if shares_embedding(arch) and low < high else ()
+    return (Link(PIPELINE, low, high),) if shares_embedding(arch) and low < high else ()

@@ -113,9 +113,9 @@ class Norm(nn.Module):
     def forward(self, x_MH: Tensor) -> Tensor:
         if self.weight is None:
             weight, bias = x_MH.new_ones(x_MH.shape[-1]), x_MH.new_zeros(x_MH.shape[-1])
-            return norm(x_MH, weight, bias, self.eps, self.axes, self.comm, self.kernels)
+            return norm(x_MH, weight, bias, self.eps, self.axes, self.comm, kernels=self.kernels)
         weight = self.weight + 1 if self.is_centred_at_0 else self.weight
-        return norm(x_MH, weight, self.bias, self.eps, self.axes, self.comm, self.kernels)
+        return norm(x_MH, weight, self.bias, self.eps, self.axes, self.comm, kernels=self.kernels)
 
 
 class HiddenDropout(nn.Module):

@@ -29,12 +29,12 @@ from megatron3d.model.spec import (
     counts_shape,
     router_names,
 )
-from megatron3d.parallel.mesh import Mesh
+from megatron3d.parallel.mesh import PIPELINE, Mesh
 
 
 def is_first(mesh: Mesh) -> bool:
     """Return whether this rank is the first of those that hold the same state of routers, its pipeline rank's."""
-    return not any(mesh.coord(axis) for axis in mesh.names if axis != "pipeline")
+    return not any(mesh.coord(axis) for axis in mesh.names if axis != PIPELINE)
 
 
 class RouterCounts(NamedTuple):

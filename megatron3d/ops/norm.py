@@ -68,7 +68,7 @@ class FusedShardedNorm(torch.autograd.Function):
         dweight, *dbias = weight_grads(x_MH, dy_MH, mean_scale_CM).sum(1).to(weight_H.dtype).unbind()
         dx_MH = torch.empty_like(x_MH)
         ranks = ctx.comm.mesh.size(ctx.axes)
-        write_input_grad(x_MH, dy_MH, weight_H, mean_scale_CM, pending.wait(), dx_MH, ranks)
+        write_input_grad(x_MH, dy_MH, weight_H, mean_scale_CM, pending.wait(), dx_MH, ranks=ranks)
         return dx_MH, dweight, dbias[0] if dbias else None, None, None, None
 
 
@@ -93,6 +93,7 @@ def norm(
     eps: float,
     axes: Axes,
     comm: Comm,
+    *,
     kernels: NormKernels = TORCH_NORMS,
 ) -> Tensor:
     """Return LayerNorm where there is a bias, else RMSNorm; `axes` (none of size 1) shard the features."""

@@ -98,11 +98,12 @@ def update_chunked(group: ParamGroup, config: OptimizerConfig, lr: float, num_st
     """Update chunk by chunk, with moments of any dtype, arithmetic in the weights' dtype, and a small workspace."""
     step = num_steps.double() + 1
     rate, correction = lr / (1 - config.adam_beta1**step), 1 - config.adam_beta2**step
+    factors = 1 - lr * group.weight_decay, rate, correction
     salt, is_skipped = _salt(num_steps), skipped != 0
     for tensors in zip(*group.lists, strict=True):
         size = CPU_CHUNK if tensors[0].device.type == "cpu" else GPU_CHUNK
         for g, w, m, v in zip(*(t.split(size) for t in tensors), strict=True):
-            _update_chunk(g, w, m, v, config, (1 - lr * group.weight_decay, rate, correction), salt, is_skipped)
+            _update_chunk(g, w, m, v, config, factors, salt=salt, is_skipped=is_skipped)
 
 
 # Update by the name of its kernel, given the devices of the weights.
@@ -133,6 +134,7 @@ def _update_chunk(
     v: Tensor,
     config: OptimizerConfig,
     factors: tuple[float, Tensor, Tensor],
+    *,
     salt: Tensor,
     is_skipped: Tensor,
 ) -> None:

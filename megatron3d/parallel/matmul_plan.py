@@ -16,7 +16,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from megatron3d.parallel.layout import Layout
-from megatron3d.parallel.mesh import Axes, Mesh
+from megatron3d.parallel.mesh import PIPELINE, Axes, Mesh
 
 _SWAP = {"M": "M", "K": "N", "N": "K", None: None}
 
@@ -134,7 +134,7 @@ class Flows(NamedTuple):
 
 
 def flows(
-    plan: MatmulPlan, mesh: Mesh, m: int, n: int, k: int, itemsize: int, wgrad_itemsize: int | None = None
+    plan: MatmulPlan, mesh: Mesh, m: int, n: int, k: int, itemsize: int, *, wgrad_itemsize: int | None = None
 ) -> Flows:
     """Return the collectives of one matmul for global sizes m, n, k; `wgrad_itemsize`: of dW, if it has another dtype.
 
@@ -176,7 +176,7 @@ def crossing(stored: Layout, copies: Axes, mesh: Mesh, m: int, n: int, itemsize:
     """
     ranks = mesh.size(copies)
     part = -(-m * n // (mesh.size(sum(stored, ())) * ranks)) * itemsize
-    sent = Traffic("send", ("pipeline",), part)
+    sent = Traffic("send", (PIPELINE,), part)
     return [sent, Traffic("all_gather", mesh.nontrivial(copies), part * (ranks - 1))] if ranks > 1 else [sent]
 
 

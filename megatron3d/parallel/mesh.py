@@ -17,6 +17,8 @@ from itertools import combinations, product
 Axes = tuple[str, ...]
 Sizes = tuple[tuple[str, int], ...]  # axes with their sizes, the last one varying fastest
 
+PIPELINE = "pipeline"  # axis of pipeline parallelism: the rank's coordinate is its pipeline rank
+
 # Axes of data parallelism: ZeRO shards over `data`; `replica` is HSDP's replicate axis, of copies of these shards.
 DATA: Axes = ("replica", "data")
 

@@ -34,9 +34,9 @@ from dataclasses import dataclass, replace
 
 from megatron3d.errors import UserError
 from megatron3d.parallel.links import Link
-from megatron3d.parallel.mesh import DATA, Axes, Mesh, Sizes
+from megatron3d.parallel.mesh import DATA, PIPELINE, Axes, Mesh, Sizes
 
-PIPELINE, REPLICA, SHARD = "pipeline", *DATA
+REPLICA, SHARD = DATA
 
 
 @dataclass(frozen=True)

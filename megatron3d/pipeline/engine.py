@@ -29,7 +29,7 @@ from megatron3d.model.gpt import GPT
 from megatron3d.model.microbatch import Pass
 from megatron3d.parallel.layout import box, box_shape
 from megatron3d.parallel.links import Link
-from megatron3d.parallel.mesh import Axes
+from megatron3d.parallel.mesh import PIPELINE, Axes
 from megatron3d.pipeline.actions import (
     RECEIVES,
     SENDS,
@@ -212,7 +212,7 @@ class Engine:
 
     def _link(self, action: Action) -> Link:
         rank, peer = self._owners[action.stage], peer_rank(action, self._owners)
-        return Link("pipeline", min(rank, peer), max(rank, peer))
+        return Link(PIPELINE, min(rank, peer), max(rank, peer))
 
     def _send(self, action: Action, _: None) -> None:
         self._sends_in_flight.append(self._transfer.send(self._to_send.pop(action), self._link(action)))
@@ -250,7 +250,7 @@ class PipelineExecutor:
     def __init__(self, model: GPT, pipeline: Pipeline) -> None:
         self.model, self.pipeline = model, pipeline
         self.peak_in_flight = 0
-        self._rank = model.comm.mesh.coord("pipeline")
+        self._rank = model.comm.mesh.coord(PIPELINE)
         self._training_lists: dict[int, Sequence[Action]] = {}
         self._forward_lists: dict[int, Sequence[Action]] = {}
 
@@ -344,7 +344,7 @@ class PipelineExecutor:
         they may differ in rounding, and with it in the token that they choose: all take what the first one has.
         """
         comm, mode = self.model.comm, self.model.mode
-        x = comm.all_reduce(x.contiguous(), ("pipeline",)).wait()
+        x = comm.all_reduce(x.contiguous(), (PIPELINE,)).wait()
         for axes in (mode.experts, mode.etensor):
             if axes:
                 x = comm.all_reduce(torch.zeros_like(x) if comm.mesh.index(axes) else x, axes).wait()

@@ -145,7 +145,7 @@ def make_loader(
     """Return the loader of this rank's microbatches of `samples`."""
     train, batch_axes = spec.config.train, spec.mode.batch_axes
     sizes = train.micro_batch_size, train.global_batch_size
-    return BatchLoader(samples, spec.mesh, batch_axes, *sizes, runtime.device, packing)
+    return BatchLoader(samples, spec.mesh, batch_axes, *sizes, runtime.device, packing=packing)
 
 
 def identity_of(spec: RunSpec, tokenizer: Tokenizer, corpus: Corpus) -> dict[str, JsonValue]:

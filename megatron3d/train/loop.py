@@ -124,7 +124,16 @@ def _train(run: Run, stop: StopSignal, collector: ManualGc) -> int:
         with oom_report(job):
             settings, observer = run.step_settings(batch), monitor.begin_step()
             is_logged = is_due(state.iteration + 1, run.config.logging.log_interval)
-            result = train_step(state, microbatches, lr, settings, stop_requested, observer, hold_update, is_logged)
+            result = train_step(
+                state,
+                microbatches,
+                lr,
+                settings,
+                stop_requested=stop_requested,
+                observer=observer,
+                before_update=hold_update,
+                watches_routers=is_logged,
+            )
         monitor.end_step(result, lr, batch)
         collector.after_step(state.iteration)
 

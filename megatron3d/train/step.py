@@ -55,6 +55,7 @@ def train_step(
     microbatches: Sequence[Microbatch],
     lr: float,
     settings: StepSettings,
+    *,
     stop_requested: bool = False,
     observer: Observer = no_observer,
     before_update: Callable[[], None] = lambda: None,

@@ -22,6 +22,7 @@ from megatron3d.config.run_spec import RunSpec
 from megatron3d.data.tokenizers.tokenizer import build_tokenizer
 from megatron3d.errors import UserError
 from megatron3d.forecast.memory.table import BYTES, align_columns, unit_for
+from megatron3d.parallel.mesh import PIPELINE
 from megatron3d.parallel.parallel_state import ParallelState
 from megatron3d.pipeline.lower import lower
 from megatron3d.runtime.arguments import shorten, whole_number
@@ -133,7 +134,7 @@ def dry_run(spec: RunSpec, ranks: Sequence[int]) -> list[RankDryRun]:
 def chosen_ranks(text: str, state: ParallelState) -> list[int]:
     """Return the ranks that `--ranks` names."""
     world_size = state.world_size
-    named: Mapping[str, Iterable[int]] = {"all": range(world_size), "pipeline": state.pipeline_parallel_group}
+    named: Mapping[str, Iterable[int]] = {"all": range(world_size), PIPELINE: state.pipeline_parallel_group}
     ranks = set(named[text]) if text in named else {whole_number(part.strip()) for part in text.split(",")}
     chosen = sorted(rank for rank in ranks if rank is not None and 0 <= rank < world_size)
     if len(chosen) < len(ranks):

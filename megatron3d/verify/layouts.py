@@ -73,7 +73,7 @@ def trace(
     sizes, packing = (train.micro_batch_size, train.global_batch_size), spec.packing(0)
     document_length = 0 if packing == Packing(0) else max(2, arch.seq_length // 4)
     samples = RandomSamples(train.seed, arch.vocab_size, arch.seq_length, document_length)
-    loader = BatchLoader(samples, spec.mesh, spec.mode.batch_axes, *sizes, device, packing)
+    loader = BatchLoader(samples, spec.mesh, spec.mode.batch_axes, *sizes, device, packing=packing)
     assert len(loader.step(0)) == spec.num_microbatches, "the loader disagrees with the batch arithmetic"
     settings = StepSettings(train.seed, num_tokens, train.global_batch_size, packing)
     values: dict[str, Tensor] = {}

@@ -26,7 +26,7 @@ from megatron3d.errors import UserError
 from megatron3d.forecast.memory.table import BYTES, unit_for
 from megatron3d.linear.overlap_plan import ExposedComm
 from megatron3d.metrics.journal import FILE_NAME
-from megatron3d.parallel.mesh import ranges
+from megatron3d.parallel.mesh import PIPELINE, ranges
 from megatron3d.pipeline.plot import figure
 from megatron3d.pipeline.simulate import simulate_durations
 from megatron3d.pipeline.spec import stage_flops
@@ -95,7 +95,7 @@ def report(folder: Path, refresh_s: int | None = None) -> str:
     }
     if start:
         values["machines"] = [(name, len(ranks), ranges(ranks)) for name, ranks in start["ranks"].items()]
-        values |= {"stages": _stages(start), "memory": _memory(start, rows), "pipeline": _pipeline(start, folder)}
+        values.update(stages=_stages(start), memory=_memory(start, rows), pipeline=_pipeline(start, folder))
     environment = Environment(loader=PackageLoader("megatron3d.viz"), autoescape=True, undefined=StrictUndefined)
     return environment.get_template("report.html").render(values)
 
@@ -221,7 +221,7 @@ def _pipeline(start: Start, folder: Path) -> Picture:
         if "<svg" not in document:
             raise UserError(f"{traces[-1]}: no SVG picture; move it away")
         return Picture(svg_element(document), traces[-1].name)
-    if start["mesh"]["pipeline"] == 1:
+    if start["mesh"][PIPELINE] == 1:
         return Picture()
     try:
         config = read_config(folder / "config.yaml").config

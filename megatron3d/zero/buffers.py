@@ -175,6 +175,7 @@ class Buffers:
         dtype: torch.dtype,
         device: torch.device,
         bucket_bytes: float,
+        *,
         sharding: Sharding = REPLICATED,
         units: Sequence[FsdpUnit] = (),
         reduce_dtype: torch.dtype | None = None,
@@ -186,7 +187,9 @@ class Buffers:
         self.specs = {name: spec for specs in stage_specs.values() for name, spec in specs.items()}
         unit_of = {name: unit.path for unit in units for name in self.specs if unit.has(name)}
         assert not sharding.axes or unit_of.keys() == self.specs.keys(), "some parameters are in no FSDP unit"
-        self.flat_buffers = make_flat_buffers(stage_specs, unit_of, sharding, comm.mesh, dtype, device, bucket_bytes)
+        self.flat_buffers = make_flat_buffers(
+            stage_specs, unit_of, sharding, comm.mesh, dtype, device, bucket_bytes=bucket_bytes
+        )
         # Reductions run one after another if each has a buffer of its own, or if each consists of two collectives.
         is_grouped = bool(sharding.axes) and comm.mesh.sizes[DATA[0]] > 1
         self._is_sequential = sharding.grads or reduce_dtype is not None or is_grouped

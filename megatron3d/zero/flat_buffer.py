@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from megatron3d.comm.interface import Comm, Pending
 from megatron3d.parallel.layout import ParamSpec
 from megatron3d.parallel.links import Link
-from megatron3d.parallel.mesh import Axes, Mesh
+from megatron3d.parallel.mesh import PIPELINE, Axes, Mesh
 from megatron3d.parallel.sharding import Sharding
 
 
@@ -243,6 +243,7 @@ def make_flat_buffers(
     mesh: Mesh,
     dtype: torch.dtype,
     device: torch.device,
+    *,
     bucket_bytes: float,
 ) -> list[FlatBuffer]:
     """Return flat buffers for all parameters, in the order of the forward pass.
@@ -276,9 +277,9 @@ def local_numel(spec: ParamSpec, mesh: Mesh) -> int:
 
 
 def _grad_sync(spec: ParamSpec, sharding: Sharding, mesh: Mesh) -> GradSync:
-    shared = mesh.without(mesh.names, ("pipeline", *sharding.axes))
+    shared = mesh.without(mesh.names, (PIPELINE, *sharding.axes))
     copies = spec.num_copies(mesh, shared) * len(spec.holders)
-    link = Link("pipeline", *sorted(spec.holders)) if len(spec.holders) > 1 else None
+    link = Link(PIPELINE, *sorted(spec.holders)) if len(spec.holders) > 1 else None
     return GradSync(spec.reduce_axes(mesh), copies, link)
 
 

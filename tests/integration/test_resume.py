@@ -259,10 +259,10 @@ def test_a_killed_rank_ends_the_run_and_leaves_the_checkpoint_whole(
     program.write_text(
         "import os, signal, sys\nfrom megatron3d.runtime import process\nfrom megatron3d.train import loop\n"
         "import pretrain_gpt\nstep = loop.train_step\n"
-        "def train_step(state, *rest):\n"
+        "def train_step(state, *rest, **named):\n"
         "    if state.iteration == 5 and os.environ['RANK'] == '1':\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    return step(state, *rest)\n"
+        "    return step(state, *rest, **named)\n"
         "loop.train_step = train_step\nsys.exit(process.run_program(pretrain_gpt.main))\n"
     )
     settings = [*in_run(f"{tmp_path}/run"), *FP64, "checkpoint.save_interval=4"]

@@ -52,13 +52,13 @@ def spoiled(monkeypatch: pytest.MonkeyPatch, at: Callable[[TrainState], bool], v
     """Multiply the weights before the steps in `at`."""
     step = loop.train_step  # type: ignore[attr-defined]
 
-    def train_step(state: TrainState, *rest: Any) -> Any:
+    def train_step(state: TrainState, *rest: Any, **named: Any) -> Any:
         if at(state):
             state.buffers.settle()
             for flat in state.buffers.flat_buffers:
                 flat.main.mul_(value)
             state.buffers.publish()
-        return step(state, *rest)
+        return step(state, *rest, **named)
 
     monkeypatch.setattr(loop, "train_step", train_step)
 

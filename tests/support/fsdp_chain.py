@@ -97,8 +97,8 @@ def chain(
     model = nn.Sequential(*(Scale(size, str(i), comm.events) for i in range(count)))
     blocks = [FsdpUnit(str(i), module, 0, in_backward=True) for i, module in enumerate(model)]
     specs = {0: {f"{i}.weight": spec(str(i), size) for i in range(count)}}
-    shared = sharding(zero_stage)
-    return model, Buffers(model, specs, comm, dtype, CPU, bucket_bytes, shared, blocks, reduce_dtype), comm
+    options: Any = {"sharding": sharding(zero_stage), "units": blocks, "reduce_dtype": reduce_dtype}
+    return model, Buffers(model, specs, comm, dtype, CPU, bucket_bytes, **options), comm
 
 
 def parameters(count: int) -> nn.ParameterDict:

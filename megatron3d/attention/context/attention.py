@@ -282,7 +282,7 @@ def _ring_and_heads(exchange: str, at: ContextAttention, num_sequences: int) -> 
             place=place,
         )
         plan = plan if at.seq_length <= DROPOUT_ROWS else plan.in_pieces(DROPOUT_PIECE)
-    return RingAndHeads(len(at.heads.group_of_query), num_groups, moved, plan, ring, comm, dropped)
+    return RingAndHeads(len(at.heads.group_of_query), num_groups, moved, plan, ring, comm, dropped=dropped)
 
 
 EXCHANGES: Mapping[str, Callable[[str, ContextAttention, int], Exchange]] = {

@@ -51,6 +51,7 @@ def ring_attention(
     plan: RingPlan,
     axes: Axes,
     comm: Comm,
+    *,
     kernel: PairKernel | None,
     of_step: OfStep = lambda behind: None,
 ) -> tuple[Tensor, Tensor]:
@@ -75,6 +76,7 @@ def ring_gradients(
     plan: RingPlan,
     axes: Axes,
     comm: Comm,
+    *,
     kernel: PairKernel | None,
     of_step: OfStep = lambda behind: None,
 ) -> tuple[Tensor, Tensor]:
@@ -249,6 +251,7 @@ class RingAndHeads:
         plan: RingPlan,
         ring: Axes,
         comm: Comm,
+        *,
         dropped: DroppedPairs | None = None,
     ) -> None:
         self._moved, self._plan, self._ring, self._comm = moved, plan, ring, comm
@@ -286,7 +289,7 @@ class RingAndHeads:
         return blocks[:, :, slice(*heads)]
 
     def attend(self, part: HeadPart, operands: Operands, kernel: PairKernel | None) -> Result:
-        return ring_attention(*operands, self._plan, self._ring, self._comm, kernel, self._of_step(part))
+        return ring_attention(*operands, self._plan, self._ring, self._comm, kernel=kernel, of_step=self._of_step(part))
 
     def _heads(self, part: HeadPart) -> tuple[int, int]:
         """Return the query heads of a part among those of this rank's positions."""
@@ -322,7 +325,7 @@ class RingAndHeads:
         self, part: HeadPart, operands: Operands, result: Result, dy: Tensor, kernel: PairKernel | None
     ) -> Result:
         of_step = self._of_step(part)
-        return ring_gradients(dy, operands, result, self._plan, self._ring, self._comm, kernel, of_step)
+        return ring_gradients(dy, operands, result, self._plan, self._ring, self._comm, kernel=kernel, of_step=of_step)
 
     def send_grads(self, part: HeadPart, grads: Operands) -> Callable[[], Grads]:
         dq, (dk, dv) = grads.q, grads.kv

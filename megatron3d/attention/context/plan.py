@@ -525,6 +525,7 @@ def scores_computed(
     order: TokenOrder,
     seq_length: int,
     backward: bool,
+    *,
     window: int | None = None,
     longest: int | None = None,
     starts: Starts = None,
@@ -537,7 +538,7 @@ def scores_computed(
     that exchange heads have a share of them.
     """
     if window is not None or longest is not None or starts is not None:
-        return _scores_of_pairs(exchange, order, seq_length, backward, window, longest, starts)
+        return _scores_of_pairs(exchange, order, seq_length, backward, window=window, longest=longest, starts=starts)
     # Of 2 o chunks over o ranks, a rank's own two are computed as one causal pair, but in a ring's backward each alone.
     over = order.context if exchange == GATHER else ring_axes(exchange, order.context)
     ranks, shared = (order.mesh.size(axes) for axes in (over, head_axes(exchange, order.context)))
@@ -551,6 +552,7 @@ def _scores_of_pairs(
     order: TokenOrder,
     seq_length: int,
     backward: bool,
+    *,
     window: int | None,
     longest: int | None,
     starts: Starts,

@@ -305,8 +305,15 @@ class LocalSizes:
             scores = sum(num_scores(arch.seq_length, self.window, self.longest_piece, starts) for starts in every)
             each = Fraction(self.sequences * scores, len(every))
         else:
-            sizes = mode.exchange, self.order, arch.seq_length, backward, self.window, self.longest_piece
-            each = self.sequences * scores_computed(*sizes, self.documents)
+            each = self.sequences * scores_computed(
+                mode.exchange,
+                self.order,
+                arch.seq_length,
+                backward,
+                window=self.window,
+                longest=self.longest_piece,
+                starts=self.documents,
+            )
         return int(each * self.num_queries)
 
     @property

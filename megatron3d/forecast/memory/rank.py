@@ -57,7 +57,7 @@ from megatron3d.linear.overlap_plan import async_plan
 from megatron3d.model.param_spec import stage_specs
 from megatron3d.model.stage_plan import Stage
 from megatron3d.parallel.layout import ParamSpec
-from megatron3d.parallel.mesh import Axes
+from megatron3d.parallel.mesh import PIPELINE, Axes
 from megatron3d.parallel.parallel_state import ParallelState
 from megatron3d.pipeline.actions import RECEIVES, SENDS, Action, ActionKind, stage_to_rank
 from megatron3d.pipeline.actions import activations_in_flight as in_flight_after
@@ -292,7 +292,7 @@ def flat_buffer_sizes(step: StepSpec) -> list[FlatBufferSize]:
     """Return the flat buffers: parameters with equal reductions share one of at least a bucket, or one per FSDP unit in
     ZeRO 3."""
     mesh, is_by_block = step.local.mesh, step.shards(3)
-    others = tuple(axis for axis in mesh.names if axis != "pipeline")
+    others = tuple(axis for axis in mesh.names if axis != PIPELINE)
     least = math.inf if is_by_block else step.bucket_bytes / step.local.wide
     groups: dict[tuple[Axes, int, tuple[int, ...], int, str, Axes], list[int]] = {}
     alike: dict[object, tuple[Axes, int, Axes, int]] = {}  # most layers differ in names alone
@@ -352,7 +352,7 @@ def snapshot_bytes(step: StepSpec) -> int:
     Ranks that hold the same elements share them evenly, up to a row of each parameter.
     """
     mesh = step.local.mesh
-    others = tuple(axis for axis in mesh.names if axis != "pipeline")
+    others = tuple(axis for axis in mesh.names if axis != PIPELINE)
     written = sum(
         math.prod(spec.local_shape(mesh)) / (spec.num_copies(mesh, others) * len(spec.holders))
         for _, _, spec in _params(step)
@@ -435,7 +435,7 @@ def gathered_inputs(step: StepSpec) -> float:
 
     Without a pipeline that is one microbatch, in pipelines all in flight but two.
     """
-    if step.local.mesh.sizes["pipeline"] == 1:
+    if step.local.mesh.sizes[PIPELINE] == 1:
         ahead = dict.fromkeys((stage.index for stage in step.stages), 1.0)
     else:
         ahead = {index: max(number - _DONE, 0.0) for index, number in in_flight(step).items()}

@@ -11,7 +11,7 @@ from megatron3d.forecast.memory.local_sizes import KERNELS, KernelMemory, LocalS
 from megatron3d.model.stage_plan import Stage
 from megatron3d.ops.plan import LossChunk
 from megatron3d.optim.rule_spec import UpdateRule, rule_of
-from megatron3d.parallel.mesh import Axes
+from megatron3d.parallel.mesh import PIPELINE, Axes
 from megatron3d.pipeline.actions import Action
 from megatron3d.pipeline.lower import lower
 from megatron3d.pipeline.spec import Pipeline
@@ -64,12 +64,12 @@ class StepSpec:
 
     def on_pipeline_rank(self, coord: int) -> StepSpec:
         """Return the same step seen from another pipeline rank with this rank's other coordinates."""
-        return self.at(self.local.mesh.ranks(("pipeline",))[coord])
+        return self.at(self.local.mesh.ranks((PIPELINE,))[coord])
 
     @property
     def coord(self) -> int:
         """This rank's pipeline rank."""
-        return self.local.mesh.coord("pipeline")
+        return self.local.mesh.coord(PIPELINE)
 
     @property
     def stages(self) -> tuple[Stage, ...]:

@@ -44,7 +44,7 @@ from megatron3d.forecast.time.layer import LayerTimes, Machine, selective_recomp
 from megatron3d.forecast.time.step import head_times
 from megatron3d.model.spec import Architecture, Recompute
 from megatron3d.ops.plan import LossChunk
-from megatron3d.parallel.mesh import Mesh
+from megatron3d.parallel.mesh import DATA, PIPELINE, Mesh
 from megatron3d.parallel.modes import MODES
 from megatron3d.parallel.modes.mode import Mode
 from megatron3d.pipeline.actions import UNIT_COSTS
@@ -64,7 +64,7 @@ class DataAxisBound:
         """Return the least seconds of a step, embedding and head left out."""
         ranks, data, num, zero = share
         if (key := (ranks, zero > 0)) not in self._once:
-            mesh = Mesh((("pipeline", ranks), ("replica", 1), ("data", data), *self._mesh.axes[3:]))
+            mesh = Mesh(((PIPELINE, ranks), *zip(DATA, (1, data), strict=True), *self._mesh.axes[3:]))
             counts = {axes: count * self._num_layers // ranks for axes, count in self._held.layer.items()}
             found = data_axis_time(counts, mesh, self._machine, zero, (1, 1), math.inf)
             self._once[key] = found.sums.total, found.gathers.total
@@ -83,7 +83,7 @@ def fewest_ranks(mode: Mode, experts: ExpertChoice) -> tuple[Mode, Mesh] | None:
     if fold(axes, experts.size, experts.split) is None:
         return None
     folded = with_experts(mode, experts.size, experts.split, axes)
-    return folded, Mesh((("pipeline", 1), *axes), 0, folded.pieces)
+    return folded, Mesh(((PIPELINE, 1), *axes), 0, folded.pieces)
 
 
 def with_few_experts(arch: Architecture) -> Architecture:
@@ -272,14 +272,14 @@ def _groups_with(
     if experts == TOGETHER:
         along_data = DataAxisBound(problem.machine, arch.num_layers, held, mesh)
     else:
-        plain_mesh = Mesh((("pipeline", 1), *stage_axes(spec.mode, 1)))
+        plain_mesh = Mesh(((PIPELINE, 1), *stage_axes(spec.mode, 1)))
         reduced = ParamCounts.of(with_few_experts(arch), spec.mode, plain_mesh)
         along_data = DataAxisBound(problem.machine, arch.num_layers, reduced, plain_mesh)
     batch = problem.config.train.global_batch_size
     rest = problem.num_ranks // (tensor.size * context.size)
     chunk = spec.loss_chunk(problem.machine.on_gpu)
     shapes = list(pipelines(rest, arch.num_layers))
-    data = mesh.size(("data",))
+    data = mesh.size(DATA[1:])
     by_ranks = {ranks: [shape for shape in shapes if shape[0] == ranks] for ranks, _, _ in shapes}
     by_ranks = {ranks: alike for ranks, alike in by_ranks.items() if rest // ranks % data == 0}
     for size in microbatch_sizes(batch):

@@ -13,7 +13,7 @@ from megatron3d.model.spec import Architecture
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.modes import MODES, Shape
 from megatron3d.parallel.modes.mode import Mode
-from megatron3d.pipeline.schedules import SCHEDULES
+from megatron3d.pipeline.schedules import ONE_F_ONE_B, SCHEDULES
 
 # Larger tensor-parallel and pipeline sizes never pay off on the clusters that we know.
 MAX_TENSOR, MAX_PIPELINE = 64, 64
@@ -80,7 +80,7 @@ class LayoutChoice:
 
     tensor: TensorChoice
     pipeline: int = 1
-    schedule: str = "1f1b"
+    schedule: str = ONE_F_ONE_B
     virtual: int = 1
     zero_stage: int = 0
     micro_batch_size: int = 1
@@ -230,7 +230,7 @@ def pipelines(num_ranks: int, num_layers: int) -> Iterator[PipelineShape]:
         if ranks > min(MAX_PIPELINE, num_layers):
             return
         if ranks == 1:
-            yield 1, "1f1b", 1
+            yield 1, ONE_F_ONE_B, 1
             continue
         for name, entry in SCHEDULES.items():
             highest = min(entry.max_virtual or MAX_VIRTUAL, num_layers // ranks)

@@ -21,6 +21,7 @@ from megatron3d.forecast.time.layer import Machine
 from megatron3d.forecast.time.practices import OURS, ExecutionProfile, divided_as
 from megatron3d.forecast.time.step import as_configured, load_machine, predict_time, simulated_specs
 from megatron3d.model.linear_spec import flops_per_token
+from megatron3d.parallel.mesh import PIPELINE
 from megatron3d.runtime.arguments import shorten
 
 # Values of a layout by the keys of a configuration.
@@ -166,7 +167,7 @@ class PlanningProblem:
 
     def library_bytes(self, spec: RunSpec) -> int:
         """Predict what libraries hold outside torch's allocator, on the pipeline rank with most links."""
-        ranks = spec.mesh.ranks(("pipeline",))
+        ranks = spec.mesh.ranks((PIPELINE,))
         states = (spec.parallel_state.on_rank(rank) for rank in dict.fromkeys((*ranks[:2], *ranks[-2:])))
         return max(library_bytes(state, self.machine.device.kernels) for state in states)
 

@@ -75,7 +75,8 @@ def search(
     Raises UserError where there is none, with the commonest reasons, or for values that every layout is refused for.
     For fixed values that no layout has together, it names the values that each may have next to the others.
     """
-    simplest = LayoutChoice(TensorChoice("1d", "replicated", (1,))).apply_to(problem.config)
+    mode, entry = next(iter(MODES.items()))
+    simplest = LayoutChoice(TensorChoice(mode, next(iter(entry.forms)), (1,))).apply_to(problem.config)
     UserError.collect(list(value_problems(Facts(simplest, problem.num_ranks, problem.vocab_size))))
     rejected: Counter[str] = Counter()
     wanted = dict(problem.fixed.values).get("parallel.tensor_parallel_mode")

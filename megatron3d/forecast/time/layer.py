@@ -212,7 +212,8 @@ class LinearTime(NamedTuple):
         m_here, n_here = m / mesh.size(plan.m), n / mesh.size(plan.n)
         k_here = k / mesh.size(plan.k)
         itemsize = machine.device.itemsize
-        sent = flows(plan, mesh, m, n, k, itemsize, max(itemsize, machine.profile.wgrad_itemsize))
+        wgrad_itemsize = max(itemsize, machine.profile.wgrad_itemsize)
+        sent = flows(plan, mesh, m, n, k, itemsize, wgrad_itemsize=wgrad_itemsize)
         y_parts = mesh.size(axis for axis, dim in plan.y.items() if dim)
         seconds = machine.device.gemm_s(m_here, n_here, k_here)
         copies = machine.profile.copies_concats

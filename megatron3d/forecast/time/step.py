@@ -52,7 +52,7 @@ from megatron3d.model.stage_plan import Stage
 from megatron3d.ops.plan import LossChunk, relayout_traffic
 from megatron3d.optim.rule_spec import UpdateRule, rule_of
 from megatron3d.parallel.matmul_plan import Traffic, crossing, flows
-from megatron3d.parallel.mesh import Mesh
+from megatron3d.parallel.mesh import PIPELINE, Mesh
 from megatron3d.pipeline.actions import ActionKind, Schedule
 from megatron3d.pipeline.schedules import num_microbatches
 from megatron3d.pipeline.simulate import StageTimes, execution_order, of_one_microbatch, times_of_order
@@ -78,7 +78,7 @@ def _host_us(local: LocalSizes, machine: Machine) -> float:
     fitted, sizes = machine.profile.fitted, dict(local.mode.axes)
     others = math.prod(sizes.values()) - 1
     host_us = fitted.host_layer_us + others * fitted.host_tensor_us
-    if others and local.mesh.sizes["pipeline"] > 1:
+    if others and local.mesh.sizes[PIPELINE] > 1:
         host_us += fitted.host_pipeline_us + others * fitted.host_pipeline_tensor_us
     return host_us * float(machine.network.num_nodes(local.mesh, tuple(sizes)) ** fitted.host_nodes)
 
@@ -109,7 +109,7 @@ def head_times(local: LocalSizes, machine: Machine, chunk: LossChunk) -> TimeBre
     arch, plan = local.arch, local.mode.expand
     device = machine.device
     sizes = local.num_tokens, arch.padded_vocab_size, arch.hidden_size, device.itemsize
-    sent = flows(plan, local.mesh, *sizes, max(device.itemsize, machine.profile.wgrad_itemsize))
+    sent = flows(plan, local.mesh, *sizes, wgrad_itemsize=max(device.itemsize, machine.profile.wgrad_itemsize))
     copied = concat_copies(plan, local.mesh, *sizes) if machine.profile.copies_concats else ConcatCopies()
     over, live = OverlapModel(machine, local.mesh), plan.on(local.mesh)
     tokens, columns = local.num_tokens / local.mesh.size(plan.m), arch.padded_vocab_size / local.mesh.size(plan.n)
@@ -284,7 +284,7 @@ def simulated_specs(spec: RunSpec) -> tuple[RunSpec, RunSpec | None]:
 
     Further microbatches repeat the steady state if these are a multiple of the ranks, or a rank has one stage.
     """
-    ranks, num = spec.mesh.sizes["pipeline"], spec.num_microbatches
+    ranks, num = spec.mesh.sizes[PIPELINE], spec.num_microbatches
     virtual = 0 if spec.has_schedule_file else spec.num_virtual_stages
     is_steady = virtual == 1 or (virtual > 1 and num % ranks == 0)
     if num <= 4 * ranks or not is_steady:
@@ -358,7 +358,7 @@ def stage_transfer_time(step: SimulatedStep) -> TimeBreakdown:
     """Return the time to send the residual stream to the next pipeline rank."""
     local, machine = step.local, step.machine
     mesh = step.mesh
-    if mesh.sizes["pipeline"] == 1:
+    if mesh.sizes[PIPELINE] == 1:
         return TimeBreakdown()
     copies = local.mode.copies if machine.profile.scatters_pipeline else ()
     size = machine.device.itemsize

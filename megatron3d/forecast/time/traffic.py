@@ -25,7 +25,7 @@ from megatron3d.model.spec import CORE_ATTN
 from megatron3d.model.stage_plan import Stage
 from megatron3d.ops.plan import relayout_traffic
 from megatron3d.parallel.matmul_plan import Flows, MatmulPlan, Traffic, crossing, flows
-from megatron3d.parallel.mesh import Axes
+from megatron3d.parallel.mesh import PIPELINE, Axes
 from megatron3d.pipeline.actions import ActionKind
 from megatron3d.pipeline.lower import count_transfers
 
@@ -200,7 +200,7 @@ def _linear_flows(local: LocalSizes, matmuls: Mapping[str, LocalMatmul]) -> list
     """Return the collectives of linears: plain, and with those in rounds under their names."""
     found = []
     for plan, m, n, k, *_ in matmuls.values():
-        sent = flows(plan, local.mesh, m, n, k, local.itemsize, local.wgrad_itemsize)
+        sent = flows(plan, local.mesh, m, n, k, local.itemsize, wgrad_itemsize=local.wgrad_itemsize)
         found.append((sent, in_rounds(sent, plan) if local.overlap.in_rounds else sent))
     return found
 
@@ -226,8 +226,8 @@ def _head(step: StepSpec) -> Iterator[Traffic]:
     mesh, plan = local.mesh, local.mode.expand.on(local.mesh)
     rows, gathered = chunk_rows(step)
     vocabulary = mesh.nontrivial(plan.y_layout[1])
-    sizes = local.num_tokens, arch.padded_vocab_size, arch.hidden_size, local.itemsize, local.wgrad_itemsize
-    whole = flows(plan, mesh, *sizes)
+    sizes = local.num_tokens, arch.padded_vocab_size, arch.hidden_size, local.itemsize
+    whole = flows(plan, mesh, *sizes, wgrad_itemsize=local.wgrad_itemsize)
     yield from whole.gather_w + whole.reduce_dw
     scattered = mesh.size(axis for axis, dim in plan.dy.items() if dim == "M")
     for start in range(0, local.tokens, rows):
@@ -251,7 +251,7 @@ def _data(step: StepSpec) -> CountedTraffic:
         if rest:
             yield sums, _all_reduce(rest, part * step.reduce_itemsize, local)
         if len(piece.holders) > 1:
-            yield 1, Traffic("add", ("pipeline",), part * local.wide if step.shards(1) else piece.size * local.wide)
+            yield 1, Traffic("add", (PIPELINE,), part * local.wide if step.shards(1) else piece.size * local.wide)
         if shared and not step.shards(3):
             yield 1, Traffic("all_gather", shared, part * (ranks - 1) * local.itemsize)
     if step.shards(3):

@@ -40,7 +40,7 @@ def _square_with_depth(size: int) -> Shape:
 
 
 MODES: Mapping[str, ModeEntry] = {
-    "1d": ModeEntry(
+    one_d.ONE_D: ModeEntry(
         ("t",), {"replicated": one_d.replicated, "sequence_parallel": one_d.sequence_parallel}, lambda size: (size,)
     ),
     "2d": ModeEntry(("r", "c"), {"summa": two_d.summa, "weight_stationary": two_d.weight_stationary}, _balanced(2)),

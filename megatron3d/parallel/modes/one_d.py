@@ -10,14 +10,16 @@ from __future__ import annotations
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.modes.mode import Mode
 
+ONE_D = "1d"
+
 
 def replicated(shape: tuple[int, ...]) -> Mode:
     """Replicate the residual stream on every rank."""
     up = MatmulPlan(n=("t",))
-    return Mode("1d", (("t", shape[0]),), expand=up, contract=up.swapped())
+    return Mode(ONE_D, (("t", shape[0]),), expand=up, contract=up.swapped())
 
 
 def sequence_parallel(shape: tuple[int, ...]) -> Mode:
     """Shard the tokens of the residual stream over t."""
     up = MatmulPlan(n=("t",), x={"t": "M"})
-    return Mode("1d", (("t", shape[0]),), expand=up, contract=up.swapped())
+    return Mode(ONE_D, (("t", shape[0]),), expand=up, contract=up.swapped())

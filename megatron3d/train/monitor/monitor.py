@@ -46,7 +46,7 @@ from megatron3d.metrics import StepRecord, peak_memory_bytes, timers
 from megatron3d.metrics.step_record import StepWork, Throughput, memory_bytes
 from megatron3d.metrics.timers import PHASES, Spread, own_ms, pipeline_bubble
 from megatron3d.model.linear_spec import flops_per_token
-from megatron3d.parallel.mesh import DATA
+from megatron3d.parallel.mesh import DATA, PIPELINE
 from megatron3d.parallel.parallel_state import ParallelState
 from megatron3d.pipeline.actions import Action
 from megatron3d.pipeline.engine import Observer
@@ -203,7 +203,7 @@ def parts_of(phases: Mapping[str, float]) -> TimeBreakdown:
     """
     if timers.SCHEDULE not in phases:
         return TimeBreakdown()
-    waits = {name: s for name, s in phases.items() if is_exposed(name) and exposed_axes(name) != ("pipeline",)}
+    waits = {name: s for name, s in phases.items() if is_exposed(name) and exposed_axes(name) != (PIPELINE,)}
     computes = sum(phases.get(name, 0.0) for name in timers.COMPUTES)
     own = computes + phases.get(timers.GRADS, 0.0) - sum(waits.values())
     bubble, update = phases[timers.SCHEDULE] - computes, phases.get(timers.UPDATE, 0.0)

@@ -25,6 +25,7 @@ from megatron3d.comm.objects import run_on_all_ranks
 from megatron3d.config.schema import Config, LoggingConfig
 from megatron3d.errors import UserError
 from megatron3d.metrics.timers import clock
+from megatron3d.parallel.mesh import PIPELINE
 from megatron3d.pipeline.actions import COMPUTATIONS, Action, Schedule
 from megatron3d.pipeline.engine import Observer
 from megatron3d.pipeline.simulate import Span, Timeline, simulate_mean_durations
@@ -121,8 +122,8 @@ class TraceRecorder:
     def __init__(self, comm: Comm, device: torch.device) -> None:
         self._clock = clock(device)
         self._marks: list[tuple[Action, Any, Any]] = []
-        self._rank = comm.mesh.coord("pipeline")
-        self._is_first_of_stage = all(comm.mesh.coord(axis) == 0 for axis in comm.mesh.names if axis != "pipeline")
+        self._rank = comm.mesh.coord(PIPELINE)
+        self._is_first_of_stage = all(comm.mesh.coord(axis) == 0 for axis in comm.mesh.names if axis != PIPELINE)
         comm.barrier()
         self._origin = self._clock.stamp()
 

@@ -38,6 +38,7 @@ from megatron3d.model.linear_spec import flops_per_token, num_parameters
 from megatron3d.model.params import part_views
 from megatron3d.model.spec import GATED, has_window
 from megatron3d.ops.cross_entropy import LOSS_KERNEL_NAMES, loss_kernel
+from megatron3d.parallel.mesh import PIPELINE
 from megatron3d.parallel.parallel_state import ParallelState
 from megatron3d.train.run import Run
 from megatron3d.train.state import TrainState
@@ -188,7 +189,7 @@ def check_built(state: TrainState) -> None:
         _, spec, low, high = mine[name]
         views = part_views(spec, values[low - start : high - start], mesh, low)
         held += sum(view.numel() for _, _, view in views)
-    is_first = all(mesh.coord(axis) == 0 for axis in mesh.names if axis != "pipeline")
+    is_first = all(mesh.coord(axis) == 0 for axis in mesh.names if axis != PIPELINE)
     gathered = model.comm.gather_object((held, len(model.layers) * is_first))
     expected = num_parameters(model.arch), model.arch.num_layers
     found = gathered and tuple(map(sum, zip(*gathered, strict=True)))

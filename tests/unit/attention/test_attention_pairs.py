@@ -133,5 +133,5 @@ def test_flash_attention_has_the_shapes_of_plain_matmuls() -> None:
     q, k, v = (torch.empty(B, heads, S, D, dtype=torch.bfloat16, device="meta") for heads in (N, G, G))
     out, lse = FLASH.forward(q, k, v, True, None)
     assert (out.shape, lse.shape, lse.dtype) == (q.shape, (B, N, S), torch.float32)
-    grads = FLASH.backward(out, q, k, v, (out, lse), True, None)
+    grads = FLASH.backward(out, q, k, v, (out, lse), True, mask_LT=None)
     assert [each.shape for each in grads] == [q.shape, k.shape, v.shape]

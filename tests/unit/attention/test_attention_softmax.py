@@ -90,8 +90,8 @@ def test_pieces_of_queries(is_causal: bool) -> None:
     whole, pieces = PlainKernel(0.8), InPieces(PlainKernel(0.8), 10)
     merged = whole.forward(q, k, v, is_causal, mask)
     dy = normal(*q.shape, seed=9)
-    expected = (*merged, *whole.backward(dy, q, k, v, merged, is_causal, mask))
-    got = (*pieces.forward(q, k, v, is_causal, mask), *pieces.backward(dy, q, k, v, merged, is_causal, mask))
+    expected = (*merged, *whole.backward(dy, q, k, v, merged, is_causal, mask_LT=mask))
+    got = (*pieces.forward(q, k, v, is_causal, mask), *pieces.backward(dy, q, k, v, merged, is_causal, mask_LT=mask))
     assert max((a - b).abs().max().item() for a, b in zip(got, expected, strict=True)) < 1e-14
 
 
@@ -116,7 +116,7 @@ def test_no_tensor_has_all_scores() -> None:
         packed_attention(q, k, v, Visible(), Softmax(3.0)).sum().backward()
         with torch.no_grad():
             merged = kernel.forward(q, k, v, True, None)
-            kernel.backward(merged[0], q, k, v, merged, True, None)
+            kernel.backward(merged[0], q, k, v, merged, True, mask_LT=None)
             masked_attention(q, k, v, torch.ones(1, length, length, dtype=torch.bool), Softmax(3.0))
     assert seen.largest <= 8 * LONGEST * length < 4 * length**2
 

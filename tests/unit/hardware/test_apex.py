@@ -166,5 +166,5 @@ def test_norms_call_apexs_functions_over_the_last_dimension(folder: Path) -> Non
 def test_norms_of_whole_rows_use_the_chosen_kernels() -> None:
     chosen = NormKernels(lambda x, weight, bias, eps: x * weight + bias, lambda x, weight, eps: x * weight)
     alone, x, weight, bias = ProcessComm(Mesh(()), []), torch.randn(2, 3), torch.full((3,), 2.0), torch.ones(3)
-    assert torch.equal(norm(x, weight, bias, 1e-5, (), alone, chosen), 2 * x + 1)
-    assert torch.equal(norm(x, weight, None, 1e-5, (), alone, chosen), 2 * x)
+    assert torch.equal(norm(x, weight, bias, 1e-5, (), alone, kernels=chosen), 2 * x + 1)
+    assert torch.equal(norm(x, weight, None, 1e-5, (), alone, kernels=chosen), 2 * x)

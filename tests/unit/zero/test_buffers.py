@@ -181,7 +181,7 @@ def test_the_norm_counts_every_logical_element_once(zero_stage: int) -> None:
         named = {0: {f"all.{name}": each for name, each in specs.items()}}
 
         blocks = [FsdpUnit("all", model["all"], 0, in_backward=False)]
-        buffers = Buffers(model, named, comm, torch.float32, CPU, 1, sharding(zero_stage), blocks)
+        buffers = Buffers(model, named, comm, torch.float32, CPU, 1, sharding=sharding(zero_stage), units=blocks)
         for name, start, grad in buffers.shards("grad"):
             value = values[name[-1]].chunk(2)[here.coord("x")] if name == "all.1" else values[name[-1]]
             grad.copy_(value[start : start + len(grad)])

@@ -28,7 +28,9 @@ def build(specs: dict[str, Any], mesh: Mesh, zero_stage: int, bucket_bytes: floa
     model = nn.ModuleDict({"all": model})  # type: ignore[assignment]
     named = {0: {f"all.{name}": each for name, each in specs.items()}}
     blocks = [FsdpUnit("all", model["all"], 0, in_backward=False)]
-    return Buffers(model, named, comm, torch.float32, CPU, bucket_bytes, sharding(zero_stage), blocks, **options)
+    return Buffers(
+        model, named, comm, torch.float32, CPU, bucket_bytes, sharding=sharding(zero_stage), units=blocks, **options
+    )
 
 
 @settings(deadline=None)
@@ -143,7 +145,8 @@ def test_stages_and_fsdp_units_have_their_own_flat_buffers() -> None:
             module["weight"] = nn.Parameter(torch.empty(4, device="meta"))  # type: ignore[operator]
         specs = {0: {f"{i}.weight": spec(str(i), 4) for i in (0, 1)}, 5: {"2.weight": spec("2", 4)}}
         blocks = [FsdpUnit(str(i), module, 0 if i < 2 else 5, False) for i, module in enumerate(model)]
-        flats = Buffers(model, specs, comm, torch.float32, CPU, 1e6, sharding(zero_stage), blocks).flat_buffers
+        shared = sharding(zero_stage)
+        flats = Buffers(model, specs, comm, torch.float32, CPU, 1e6, sharding=shared, units=blocks).flat_buffers
         assert [list(flat.spans) for flat in flats] == expected
         assert [flat.stage for flat in flats][-1] == 5
 

@@ -41,7 +41,7 @@ def uneven_chain(count: int, stages: tuple[int, ...] = (), head: bool = False) -
         stage: {f"{i}.weight": spec(str(i), SIZE + 2 * i) for i in range(count) if stage_of[i] == stage}
         for stage in dict.fromkeys(stage_of)
     }
-    return model, Buffers(model, specs, comm, torch.float32, CPU, 1, sharding(3), blocks), comm
+    return model, Buffers(model, specs, comm, torch.float32, CPU, 1, sharding=sharding(3), units=blocks), comm
 
 
 def run(blocks: Any, x: Tensor) -> Tensor:
