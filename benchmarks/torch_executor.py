@@ -62,7 +62,7 @@ class TorchExecutor:
         return PipelineStage(StageModule(self, stage), stage.index, num_stages, param.device, x, y)
 
     def train(self, passes: Sequence[Pass], reduce: Callable[[int], None], observer: Observer = no_observer) -> Tensor:
-        """Run a step like `PipelineExecutor.train`; torch's engine has no observer."""
+        """Run a step like `PipelineExecutor.train` of a model without modules; torch's engine has no observer."""
         assert observer is no_observer, "the peer's engine cannot be watched"
         self.passes = list(passes)
         numbers, losses = torch.arange(self._microbatches), list[Tensor]()
@@ -71,7 +71,7 @@ class TorchExecutor:
         self._schedule.step(*inputs, target=target, losses=losses, return_outputs=False, mb=numbers)
         for stage in self._stages:
             reduce(stage.stage_index)
-        return torch.stack(losses).sum().detach() if losses else self.model.zeros()
+        return torch.stack(losses).sum().reshape(1).detach() if losses else self.model.zeros(1)
 
 
 def _loss(share: Tensor, _: Tensor) -> Tensor:
