@@ -170,7 +170,7 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=2, help="timed turns per case; default: %(default)s")
-    parser.add_argument("--quick", action="store_true", help="short sequences, which only show that it works")
+    parser.add_argument("--quick", action="store_true", help="smallest setting, which only shows that it runs")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     parser.add_argument("--resident", nargs=2, metavar=("CASE", "SEQ"), help="print the growth of resident memory only")
     options = parser.parse_args()
@@ -178,12 +178,13 @@ def main() -> None:
         print(resident_growth(options.resident[0], int(options.resident[1])))
         return
     torch.set_num_threads(1)
-    lengths = (2048,) if options.quick else (8192, 16384, 32768)
+    lengths = (256,) if options.quick else (8192, 16384, 32768)
+    timed = (256,) if options.quick else (4096, 8192, 16384)
+    rounds = 1 if options.quick else options.rounds
     peaks = [peak_row(seq, name, make(seq)) for name, make in CASES.items() for seq in lengths]
-    grown = [resident_row(name, seq) for name in CASES for seq in lengths]
-    timed = (2048,) if options.quick else (4096, 8192, 16384)
-    times = [row for seq in timed for row in time_rows(seq, options.rounds)]
-    forward = [row for seq in timed for row in forward_rows(seq, options.rounds)]
+    grown = [resident_row(name, seq) for name in [*CASES][: 1 if options.quick else None] for seq in lengths]
+    times = [row for seq in timed for row in time_rows(seq, rounds)]
+    forward = [row for seq in timed for row in forward_rows(seq, rounds)]
     show("Live bytes of forward and backward beyond q, k and v", peaks)
     show("Growth of resident memory", grown)
     show("Forward and backward", times)

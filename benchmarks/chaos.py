@@ -23,14 +23,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import yaml
+from corpus import write_text
 from report import show, write
 
 from megatron3d.metrics.journal import read_journal
 
-RANKS, ITERATIONS = 2, 20
-KILLS, DAMAGES = 2, 2
 LAST_WAIT_S = 120.0
 MODEL = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 64}
 LAYOUTS: dict[str, dict[str, object]] = {
@@ -39,6 +39,18 @@ LAYOUTS: dict[str, dict[str, object]] = {
     "tensor parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "pipeline": {"pipeline_model_parallel_size": 2},
 }
+
+
+class Trial(NamedTuple):
+    """Ranks and iterations of a run, and how often it is killed and its newest checkpoint damaged."""
+
+    ranks: int
+    iterations: int
+    kills: int
+    damages: int
+
+
+FULL, QUICK = Trial(2, 20, 2, 2), Trial(1, 6, 1, 0)
 Damage = Callable[[Path, random.Random], object]
 
 
@@ -70,17 +82,16 @@ DAMAGE: dict[str, Damage] = {
 class Place:
     """Folder with a corpus and the configurations of runs on it."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        text, corpus = folder / "text.txt", folder / "corpus"
-        text.write_text("\n".join(Path(argparse.__file__).read_text().splitlines()))
+    def __init__(self, folder: Path, trial: Trial) -> None:
+        self.folder, self.trial = folder, trial
+        text, corpus = write_text(folder / "text.txt"), folder / "corpus"
         tool = [sys.executable, "tools/preprocess_data.py", "--input", str(text), "--output-prefix", str(corpus)]
         subprocess.run([*tool, "--tokenizer-type", "ByteTokenizer", "--workers", "1"], check=True, capture_output=True)
         (self.prefix,) = (path.with_suffix("") for path in folder.glob("*.bin"))
 
     def config(self, name: str, layout: str, in_background: bool) -> Path:
         """Write the configuration of a run that saves every second iteration to the folder of its name."""
-        train = {"micro_batch_size": 2, "global_batch_size": 8, "train_iters": ITERATIONS}
+        train = {"micro_batch_size": 2, "global_batch_size": 8, "train_iters": self.trial.iterations}
         run = str(self.folder / name)
         sections = {
             "model": MODEL,
@@ -96,10 +107,10 @@ class Place:
 
 
 @contextmanager
-def launched(config: Path) -> Iterator[subprocess.Popen[str]]:
+def launched(config: Path, trial: Trial) -> Iterator[subprocess.Popen[str]]:
     """Start the run under torchrun, which restarts it after a failure."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-    command = [*launcher, f"--max-restarts={KILLS}", "pretrain_gpt.py", "--config", str(config)]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={trial.ranks}"]
+    command = [*launcher, f"--max-restarts={trial.kills}", "pretrain_gpt.py", "--config", str(config)]
     log = config.with_suffix(".err").open("a")
     with (
         log,
@@ -113,14 +124,14 @@ def launched(config: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def train(
-    config: Path, moments: Sequence[tuple[int, float]] = (), choose: random.Random | None = None
+    config: Path, trial: Trial, moments: Sequence[tuple[int, float]] = (), choose: random.Random | None = None
 ) -> tuple[bool, int, list[str]]:
     """Return whether the run reached its end, the number of kills, and the lines of its output.
 
     `moments` are (iteration, seconds): a random rank is killed that long after the iteration or a later one is logged.
     """
     left, said = list(moments), list[str]()
-    with launched(config) as process:
+    with launched(config, trial) as process:
         assert process.stdout is not None, "stdout is a pipe"
         for line in process.stdout:
             said.append(line)
@@ -164,24 +175,25 @@ def one_round(
     number: int, place: Place, choose: random.Random, references: dict[str, list[tuple[int, float]]], tally: Tally
 ) -> None:
     """Kill processes, then damage checkpoints."""
+    trial = place.trial
     layout, in_background = list(LAYOUTS)[number % len(LAYOUTS)], bool(number // len(LAYOUTS) % 2)
     if layout not in references:
-        done, _, said = train(place.config(f"reference{number}", layout, False))
+        done, _, said = train(place.config(f"reference{number}", layout, False), trial)
         assert done, "".join(said)
         references[layout] = losses(place.folder / f"reference{number}")
     name = f"run{number}"
     config, run = place.config(name, layout, in_background), place.folder / name
-    moments = sorted((choose.randint(1, ITERATIONS - 1), choose.uniform(0, 0.2)) for _ in range(KILLS))
-    done, kills, said = train(config, moments, choose)
+    moments = sorted((choose.randint(1, trial.iterations - 1), choose.uniform(0, 0.2)) for _ in range(trial.kills))
+    done, kills, said = train(config, trial, moments, choose)
     good = done and losses(run) == references[layout]
     tally.count(f"killed, {'asynchronous' if in_background else 'synchronous'} saves", good, kills)
     if not good:
         keep(config, f"{layout}, killed at {moments}", said)
-    for _ in range(DAMAGES):
+    for _ in range(trial.damages):
         fault = choose.choice(list(DAMAGE))
         newest = max(run.glob("iter_*"))
         DAMAGE[fault](newest, choose)
-        done, _, said = train(config)
+        done, _, said = train(config, trial)
         good = done and losses(run) == references[layout]
         tally.count(fault, good)
         if not good:
@@ -199,17 +211,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=25, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true", help="smallest setting, which only shows that it runs")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     options = parser.parse_args()
+    trial, rounds = (QUICK, 1) if options.quick else (FULL, options.rounds)
     choose, tally = random.Random(options.seed), Tally()
     references: dict[str, list[tuple[int, float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        place = Place(Path(folder))
-        for number in range(options.rounds):
+        place = Place(Path(folder), trial)
+        for number in range(rounds):
             one_round(number, place, choose, references, tally)
-            print(f"round {number + 1} of {options.rounds}: {tally.rows()[-1]}", flush=True)
+            print(f"round {number + 1} of {rounds}: {tally.rows()[-1]}", flush=True)
             if options.output:
-                write(options.output, tally.rows(), rounds=number + 1, seed=options.seed, iterations=ITERATIONS)
+                write(options.output, tally.rows(), rounds=number + 1, seed=options.seed, iterations=trial.iterations)
     show("faults", tally.rows())
     return int(tally.tried != tally.survived)
 

@@ -247,7 +247,7 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """Parse the options; `--quick` is two rounds of the smallest size."""
+    """Parse the options; `--quick` is a round of the smallest size."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["300M"])
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
@@ -259,7 +259,7 @@ def arguments() -> argparse.Namespace:
     options = parser.parse_args()
     if options.quick:
         options.sizes, options.ranks = ["1M"], [2]
-        options.rounds, options.warmup = 2, 1
+        options.rounds, options.warmup = 1, 1
     return options
 
 

@@ -13,7 +13,7 @@ import torch
 import xxhash
 from report import Row, interleaved, show, write
 
-NUM_BYTES = 2**26
+NUM_BYTES, QUICK_BYTES = 2**26, 2**20
 
 
 def contestants(content: bytes) -> Mapping[str, Callable[[], object]]:
@@ -42,19 +42,22 @@ def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--quick", action="store_true", help="smallest setting, which only shows that it runs")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     options = parser.parse_args()
+    num_bytes = QUICK_BYTES if options.quick else NUM_BYTES
+    rounds = 1 if options.quick else options.rounds
     torch.set_num_threads(1)
-    content = torch.randint(0, 256, (NUM_BYTES,), dtype=torch.uint8).numpy().tobytes()
-    turns = interleaved(contestants(content), options.rounds, warmup=2)
+    content = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8).numpy().tobytes()
+    turns = interleaved(contestants(content), rounds, warmup=2)
     rows: list[Row] = []
     for name, each in turns.items():
         seconds = sorted(turn.wall_s for turn in each)
         median, best = seconds[len(seconds) // 2], seconds[0]
-        rows.append({"what": name, "GB/s": NUM_BYTES / 1e9 / median, "best_GB/s": NUM_BYTES / 1e9 / best})
-    show(f"{NUM_BYTES / 2**20:.0f} MiB on one thread", rows)
+        rows.append({"what": name, "GB/s": num_bytes / 1e9 / median, "best_GB/s": num_bytes / 1e9 / best})
+    show(f"{num_bytes / 2**20:.0f} MiB on one thread", rows)
     if options.output:
-        write(options.output, rows, rounds=options.rounds, num_bytes=NUM_BYTES)
+        write(options.output, rows, rounds=rounds, num_bytes=num_bytes)
 
 
 if __name__ == "__main__":

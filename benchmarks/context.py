@@ -141,8 +141,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--positions", type=int, nargs="*", default=[1024, 4096])
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--quick", action="store_true", help="smallest setting, which only shows that it runs")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args(argv)
+    if args.quick:
+        args.ranks, args.positions, args.rounds = [2], [64], 1
     rows = [row for ranks in args.ranks for length in args.positions for row in measure(ranks, length, args.rounds)]
     show("attention over context ranks, forward and backward", rows)
     if args.output:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import torch
@@ -29,6 +29,9 @@ from megatron3d.convert.hub_weights import divide, num_bytes, write_shards
 from megatron3d.convert.tensor_names import FileTensor, file_tensors
 from megatron3d.model.linear_spec import layer_linears, layer_weights
 
+# Conversions, each of which reads what those before have written.
+RUNS = ("from-hf", "from-hf, to fp32", "from-hf, logits", "to-hf", "to-hf, logits")
+QUICK = ("from-hf", "to-hf")
 TOOL = Path(__file__).parents[1] / "tools" / "convert_checkpoint.py"
 
 
@@ -57,8 +60,8 @@ def peak_of(*arguments: str) -> tuple[int, float]:
     return usage.ru_maxrss * 1024, time.perf_counter() - before
 
 
-def measure(model: ModelConfig, shard_bytes: int, scratch: Path) -> list[Row]:
-    """Return the predicted and measured peak of each conversion."""
+def measure(model: ModelConfig, shard_bytes: int, scratch: Path, names: Collection[str]) -> list[Row]:
+    """Return the predicted and measured peak of conversions."""
     table = write_model(scratch / "hub", model, shard_bytes)
     largest = max(num_bytes(tensor, torch.bfloat16) for tensor in table)
     total = sum(num_bytes(tensor, torch.bfloat16) for tensor in table)
@@ -79,7 +82,8 @@ def measure(model: ModelConfig, shard_bytes: int, scratch: Path) -> list[Row]:
         "to-hf, logits": ([*to_hf, "--output", str(scratch / "e")], compares),
     }
     rows: list[Row] = []
-    for name, (arguments, closed) in runs.items():
+    for name in names:
+        arguments, closed = runs[name]
         peak, seconds = peak_of(*arguments)
         figures = {"model_MB": total, "largest_MB": largest, "imports_MB": imports, "above_MB": peak - imports}
         figures["closed_form_MB"] = closed
@@ -95,12 +99,15 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--hidden-size", type=int, default=2048)
     parser.add_argument("--scratch", type=Path, help="a folder on a disk with room for four times the model")
+    parser.add_argument("--quick", action="store_true", help="smallest setting, which only shows that it runs")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     options = parser.parse_args()
+    if options.quick:
+        options.layers, options.hidden_size = 1, 64
     shape = {"num_layers": options.layers, "hidden_size": options.hidden_size, "num_attention_heads": 16}
     model = ModelConfig.model_validate({**shape, "family": "llama", "vocab_size": 32000, "seq_length": 2048})
     with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
-        rows = measure(model, 10**9, Path(scratch))
+        rows = measure(model, 10**9, Path(scratch), QUICK if options.quick else RUNS)
     show(f"Llama of {options.layers} layers of {options.hidden_size}", rows)
     if options.output:
         write(options.output, rows, layers=options.layers, hidden_size=options.hidden_size)

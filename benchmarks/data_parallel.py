@@ -220,7 +220,7 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """Parse the options; `--quick` is two rounds of the small size."""
+    """Parse the options; `--quick` is a round of the tiny size."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["3M", "30M"])
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
@@ -232,7 +232,7 @@ def arguments() -> argparse.Namespace:
     options = parser.parse_args()
     if options.quick:
         options.sizes, options.ranks = ["tiny"], [2]
-        options.rounds, options.warmup = 2, 1
+        options.rounds, options.warmup = 1, 1
     return options
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ import numpy as np
 from fit_memory import TERMS as MEMORY_TERMS
 from fit_memory import fit_memory
 from fit_rows import Run, declared_rows
+from fit_sample import NANOTRON, write_sample
 
 from megatron3d.forecast.time.practices import FITTED, ON, FittedTerms, fitted_terms
 from megatron3d.forecast.time.step import SimulatedStep, step_time
@@ -193,17 +195,31 @@ def lines(practices: dict[str, list[Run]], folds: int, keep: Callable[[str, Fitt
 
 
 def main() -> None:
-    """Fit, print the table and write the file."""
+    """Fit the terms of the samples, or of a few made-up runs without a change of the package."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--samples", type=Path, required=True, metavar="FOLDER", help="of the two CSV files")
+    parser.add_argument("--samples", type=Path, metavar="FOLDER", help="of the two CSV files")
     parser.add_argument("--output", type=Path, default=FITTED, metavar="FILE", help="default: the package's own")
     parser.add_argument("--folds", type=int, default=5)
     parser.add_argument("--practices", nargs="+", choices=list(TERMS), default=list(TERMS))
     parser.add_argument("--only-memory", action="store_true", help="keep the terms of time that the package has")
+    parser.add_argument("--quick", action="store_true", help="a few made-up runs, which only show that it runs")
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.practices, arguments.folds = ["nanotron"], 2
+        with tempfile.TemporaryDirectory() as folder:
+            arguments.samples, arguments.output = write_sample(Path(folder)), Path(folder) / FITTED.name
+            fit(arguments)
+    elif not arguments.samples:
+        parser.error("the following arguments are required: --samples")
+    else:
+        fit(arguments)
+
+
+def fit(arguments: argparse.Namespace) -> None:
+    """Fit and print as the arguments say."""
     found = dict(fitted_terms()) if arguments.only_memory else times_of(arguments)
     if "nanotron" in found:
-        terms, told = fit_memory(arguments.samples / "nanotron_h100_sample.csv", arguments.folds)
+        terms, told = fit_memory(arguments.samples / NANOTRON, arguments.folds)
         found["nanotron"] = found["nanotron"].model_copy(update=terms)
         print(told)
     text = HEADER + "".join(written(name, terms) for name, terms in sorted(found.items()))

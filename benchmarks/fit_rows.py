@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fit_sample import NANOTRON, VTRAIN
+from report import ROOT
+
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.forecast.time.practices import ON, PROFILES, divided_as
@@ -19,7 +22,7 @@ from tests.unit.forecast.time import held_out, published
 LEAST_BANDWIDTH = 100.0
 # Throughputs of https://github.com/mosaicml/llm-foundry/blob/main/scripts/train/benchmarking/README.md (Apache 2.0),
 # runs in fp8 left out, and the layers, hidden sizes and heads of its models.
-FOUNDRY = Path(__file__).with_name("llm_foundry.csv")
+FOUNDRY = ROOT / "benchmarks" / "llm_foundry.csv"
 FOUNDRY_CLUSTERS = {"a100_80gb": "selene", "a100_40gb": "dgx_a100_40gb", "h100_80gb": "eos"}
 MPT = {
     "125m": (12, 768, 12),
@@ -56,11 +59,11 @@ class Run:
 
 def declared_rows(samples: Path) -> Iterator[Run]:
     """Yield all rows that set constants."""
-    yield from vtrain_rows(samples / "vtrain_a100_sample.csv")
+    yield from vtrain_rows(samples / VTRAIN)
     yield from sc21_rows()
     yield from fsdp_rows()
     yield from foundry_rows()
-    yield from nanotron_rows(samples / "nanotron_h100_sample.csv")
+    yield from nanotron_rows(samples / NANOTRON)
 
 
 def vtrain_rows(path: Path) -> Iterator[Run]:

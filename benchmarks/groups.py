@@ -100,8 +100,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--gloo-ranks", type=int, nargs="*", default=[8, 64], choices=[*LAYOUTS])
     parser.add_argument("--fake-ranks", type=int, nargs="*", default=[4096], choices=[*LAYOUTS])
+    parser.add_argument("--quick", action="store_true", help="smallest setting, which only shows that it runs")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args(argv)
+    if args.quick:
+        args.rounds, args.gloo_ranks, args.fake_ranks = 1, [8], [64]
     cases = [("gloo", gloo, ranks) for ranks in args.gloo_ranks] + [("fake", fake, ranks) for ranks in args.fake_ranks]
     rows: list[Row] = []
     for name, start, ranks in cases:

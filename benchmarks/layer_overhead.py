@@ -85,8 +85,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--precisions", nargs="+", choices=("fp64", "fp32", "bf16"), default=["fp64", "fp32", "bf16"])
     parser.add_argument("--rounds", type=int, default=15, help="timed turns per contestant; default: %(default)s")
+    parser.add_argument("--quick", action="store_true", help="smallest setting, which only shows that it runs")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     options = parser.parse_args()
+    if options.quick:
+        options.precisions, options.rounds = ["fp32"], 1
     torch.set_num_threads(1)
     found = [row for precision in options.precisions for row in rows(precision, options.rounds)]
     show("Forward and backward, microseconds of CPU time", found)

@@ -19,15 +19,12 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 import yaml
+from corpus import write_random_bytes
 from report import Row, Turns, interleaved, milliseconds, show, write
 
 from megatron3d.config.cli import resolve
-from megatron3d.data.token_files.indexed import token_dtype
-from megatron3d.data.token_files.writer import IndexedWriter
-from megatron3d.data.tokenizers.tokenizer import ByteTokenizer
 from megatron3d.parallel.mesh import Axes
 from megatron3d.pipeline.actions import Action
 from megatron3d.runtime import process
@@ -51,15 +48,11 @@ CASES = {
 
 def write_inputs(folder: Path) -> Path:
     """Write random bytes as a corpus, and the configuration of a model whose step takes about 50 ms on one core."""
-    rng = np.random.default_rng(0)
-    with IndexedWriter(folder / "corpus", token_dtype(257)) as writer:
-        for _ in range(64):
-            writer.add(rng.integers(256, size=4096).astype(token_dtype(257)), np.array([4096], np.int32))
-        writer.finish(ByteTokenizer(None))
+    corpus = write_random_bytes(folder / "corpus")
     config = {
         "model": {"num_layers": 4, "hidden_size": 128, "num_attention_heads": 4, "seq_length": 64},
         "train": {"micro_batch_size": 2, "global_batch_size": 8, "train_iters": 10**6},
-        "data": {"data_path": str(folder / "corpus"), "tokenizer_type": "ByteTokenizer", "split": "100,0,0"},
+        "data": {"data_path": str(corpus), "tokenizer_type": "ByteTokenizer", "split": "100,0,0"},
         "logging": {"log_interval": INTERVAL, "peak_tflops": 0.1},
         "checkpoint": {"save": str(folder / "run")},
     }
@@ -177,8 +170,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--cases", nargs="+", default=[*CASES], choices=[*CASES])
+    parser.add_argument("--quick", action="store_true", help="smallest setting, which only shows that it runs")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args(argv)
+    if args.quick:
+        args.rounds, args.cases = 1, ["1 rank"]
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         config = write_inputs(Path(folder))

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from report import Row, interleaved, milliseconds, show, times_faster, write
-from shapes import CPU, LR, SEED
+from shapes import CPU, LR, SEED, Size
 from tensor_parallel import check_same_loss, slowest_rank
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -36,35 +36,37 @@ from megatron3d.parallel.modes.mode import DISPATCHERS
 from megatron3d.train.state import TrainState, build_state, connect
 from megatron3d.train.step import StepSettings, train_step
 
-NUM_RANKS, VOCAB_SIZE, SEQ_LENGTH, BATCH = 2, 2048, 256, 8
-HIDDEN, FFN, HEADS, LAYERS = 256, 512, 8, 4
+NUM_RANKS = 2
+FULL = Size(num_layers=4, hidden_size=256, num_attention_heads=8, vocab_size=2048, seq_length=256, batch_size=8)
+QUICK = Size(num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=256, seq_length=32, batch_size=4)
 Step = Callable[[Tensor], Tensor]
 
 
-def config(experts: int, topk: int, ranks: int, parallel: Mapping[str, Any]) -> Config:
+def config(size: Size, experts: int, topk: int, ranks: int, parallel: Mapping[str, Any]) -> Config:
     """Return our configuration of Mixtral's architecture, one microbatch for each rank."""
     model = {
         "family": "llama",
-        "num_layers": LAYERS,
-        "hidden_size": HIDDEN,
-        "num_attention_heads": HEADS,
-        "ffn_hidden_size": FFN,
-        "seq_length": SEQ_LENGTH,
+        "num_layers": size.num_layers,
+        "hidden_size": size.hidden_size,
+        "num_attention_heads": size.num_attention_heads,
+        "ffn_hidden_size": 2 * size.hidden_size,
+        "seq_length": size.seq_length,
         "norm_epsilon": 1e-5,
         "rotary_base": 10000.0,
         "num_moe_experts": experts,
         "moe_router_topk": topk,
     }
-    train = {"micro_batch_size": BATCH // NUM_RANKS, "global_batch_size": BATCH // NUM_RANKS * ranks}
+    batch = size.batch_size // NUM_RANKS
+    train = {"micro_batch_size": batch, "global_batch_size": batch * ranks}
     optimizer = {"lr": LR, "adam_beta1": 0.9, "adam_beta2": 0.999, "weight_decay": 0.01, "clip_grad": 1.0}
     sections = {"model": model, "train": train, "optimizer": optimizer, "parallel": dict(parallel)}
     return Config.model_validate(sections)
 
 
-def build(experts: int, topk: int, ranks: int, parallel: Mapping[str, Any]) -> tuple[TrainState, Recorder]:
+def build(size: Size, experts: int, topk: int, ranks: int, parallel: Mapping[str, Any]) -> tuple[TrainState, Recorder]:
     """Return our training state of this rank, or of a world of one."""
     rank = dist.get_rank() if ranks > 1 else 0
-    spec = RunSpec(config(experts, topk, ranks, parallel), ranks, VOCAB_SIZE, rank)
+    spec = RunSpec(config(size, experts, topk, ranks, parallel), ranks, size.vocab_size, rank)
     recorder = Recorder(connect(spec))
     return build_state(spec, recorder, CPU), recorder
 
@@ -72,33 +74,33 @@ def build(experts: int, topk: int, ranks: int, parallel: Mapping[str, Any]) -> t
 class OurStep:
     """Our training step on this rank's sequences."""
 
-    def __init__(self, experts: int, topk: int, parallel: Mapping[str, Any]) -> None:
-        self._state, self.recorder = build(experts, topk, NUM_RANKS, parallel)
-        self._settings = StepSettings(SEED, BATCH * SEQ_LENGTH, BATCH)
+    def __init__(self, size: Size, experts: int, topk: int, parallel: Mapping[str, Any]) -> None:
+        self._state, self.recorder = build(size, experts, topk, NUM_RANKS, parallel)
+        self._settings = StepSettings(SEED, size.num_tokens, size.batch_size)
+        self._first = dist.get_rank() * (size.batch_size // NUM_RANKS)
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        first = dist.get_rank() * (BATCH // NUM_RANKS)
-        return train_step(self._state, [Microbatch(tokens, first)], LR, self._settings).loss
+        return train_step(self._state, [Microbatch(tokens, self._first)], LR, self._settings).loss
 
 
-def mixtral(experts: int, topk: int, wrap: Callable[[MixtralForCausalLM], nn.Module]) -> Step:
+def mixtral(size: Size, experts: int, topk: int, wrap: Callable[[MixtralForCausalLM], nn.Module]) -> Step:
     """Return the step of transformers' Mixtral with our initial weights; the loss is each rank's own mean."""
     settings = MixtralConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=HIDDEN,
-        intermediate_size=FFN,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=HEADS,
+        vocab_size=size.vocab_size,
+        hidden_size=size.hidden_size,
+        intermediate_size=2 * size.hidden_size,
+        num_hidden_layers=size.num_layers,
+        num_attention_heads=size.num_attention_heads,
+        num_key_value_heads=size.num_attention_heads,
         num_local_experts=experts,
         num_experts_per_tok=topk,
         rms_norm_eps=1e-5,
         rope_parameters={"rope_theta": 10000.0, "rope_type": "default"},
-        max_position_embeddings=SEQ_LENGTH,
+        max_position_embeddings=size.seq_length,
         use_cache=False,
     )
     model = MixtralForCausalLM(settings).train()
-    model.load_state_dict(_their_weights(experts, topk))
+    model.load_state_dict(_their_weights(size, experts, topk))
     wrapped = wrap(model)
     adamw = torch.optim.AdamW(wrapped.parameters(), lr=LR)
 
@@ -122,9 +124,9 @@ _NAMES = {
 }
 
 
-def _their_weights(experts: int, topk: int) -> dict[str, Tensor]:
+def _their_weights(size: Size, experts: int, topk: int) -> dict[str, Tensor]:
     """Return our initial weights under Mixtral's names."""
-    state, recorder = build(experts, topk, 1, {})
+    state, recorder = build(size, experts, topk, 1, {})
     shapes = {name: spec.local_shape(recorder.mesh) for name, spec in state.buffers.specs.items()}
     found = {}
     for name, _, flat in state.buffers.shards("main"):
@@ -171,9 +173,11 @@ def _mean(loss: Tensor) -> float:
 
 def measure(experts: int, tokens: Tensor, options: argparse.Namespace) -> list[Row]:
     """Return a row for each contestant, the same on all ranks."""
-    ours: dict[str, Step] = {"ours": OurStep(experts, 2, {}), "ours, ZeRO 3": OurStep(experts, 2, {"zero_stage": 3})}
-    ours |= {f"ours, EP 2, {name}": OurStep(experts, 2, expert_parallel(name)) for name in DISPATCHERS}
-    peers = {"Mixtral, DDP": mixtral(experts, 2, ddp), "Mixtral, FSDP2": mixtral(experts, 2, fsdp)}
+    keys: dict[str, dict[str, Any]] = {"ours": {}, "ours, ZeRO 3": {"zero_stage": 3}}
+    keys |= {f"ours, EP 2, {name}": expert_parallel(name) for name in DISPATCHERS}
+    ours: dict[str, Step] = {name: OurStep(options.size, experts, 2, each) for name, each in keys.items()}
+    wraps = {"Mixtral, DDP": ddp, "Mixtral, FSDP2": fsdp}
+    peers = {name: mixtral(options.size, experts, 2, wrap) for name, wrap in wraps.items()}
     everyone = {name: partial(step, tokens) for name, step in (ours | peers).items()}
     check_same_loss({name: _mean(step()) for name, step in everyone.items()})
     turns = slowest_rank(interleaved(everyone, options.rounds, options.warmup, dist.barrier))
@@ -191,7 +195,7 @@ def measure(experts: int, tokens: Tensor, options: argparse.Namespace) -> list[R
 
 def crossover(topk: int, tokens: Tensor, options: argparse.Namespace) -> list[Row]:
     """Return the step time and the bytes of both dispatchers for one number of experts per token."""
-    steps = {name: OurStep(16, topk, expert_parallel(name)) for name in DISPATCHERS}
+    steps = {name: OurStep(options.size, 16, topk, expert_parallel(name)) for name in DISPATCHERS}
     sent = {}
     for name, step in steps.items():
         step(tokens)
@@ -208,9 +212,7 @@ def run_rank(rank: int, folder: str, options: argparse.Namespace) -> None:
     """Measure on one of the ranks; rank 0 prints, and writes its rows to the folder."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=NUM_RANKS)
-    generator = torch.Generator().manual_seed(SEED)
-    whole = torch.randint(VOCAB_SIZE, (BATCH, SEQ_LENGTH + 1), generator=generator)
-    tokens, rows = whole.chunk(NUM_RANKS)[rank], list[Row]()
+    tokens, rows = options.size.tokens().chunk(NUM_RANKS)[rank], list[Row]()
     for experts in options.experts:
         found = measure(experts, tokens, options)
         if rank == 0:
@@ -237,7 +239,7 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """Parse the options; `--quick` is two rounds of four experts."""
+    """Parse the options; `--quick` is a round of four experts and a tiny size."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--experts", nargs="*", type=int, default=[4, 16])
     parser.add_argument("--topk", nargs="*", type=int, default=[1, 2, 4], help="experts per token of the crossover")
@@ -246,8 +248,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="smallest setting, which only shows that it runs")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     options = parser.parse_args()
+    options.size = QUICK if options.quick else FULL
     if options.quick:
-        options.experts, options.topk, options.rounds, options.warmup = [4], [1], 2, 0
+        options.experts, options.topk, options.rounds, options.warmup = [4], [1], 1, 0
     return options
 
 

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from report import Row, show, write
-from shakespeare_char import prepare, validation_loss
+from shakespeare_char import prepare, prepare_quick, validation_loss
 
 OURS = {f"megatron3d {precision}": [f"train.precision={precision}"] for precision in ("fp32", "bf16")}
 
@@ -36,20 +36,27 @@ SETTING = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Train each seed with both programs in turns."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--input", type=Path, required=True, help="tinyshakespeare, 1,115,394 characters")
+    parser.add_argument("--input", type=Path, help="tinyshakespeare, 1,115,394 characters")
     parser.add_argument("--nanogpt", type=Path, help="clone of nanoGPT")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
+    parser.add_argument("--quick", action="store_true", help="smallest setting, which only shows that it runs")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args(argv)
+    contestants = OURS
+    if not (args.input or args.quick):
+        parser.error("the following arguments are required: --input")
+    if args.quick:
+        args.seeds, args.nanogpt = [1], None
+        contestants = dict([*OURS.items()][:1])
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        data = prepare(args.input, folder)
+        data = prepare_quick(folder) if args.quick else prepare(args.input, folder)
         clone = copy_of(args.nanogpt, args.input, folder / "nanogpt") if args.nanogpt else None
         for place, seed in enumerate(args.seeds):
             programs = {
                 name: partial(validation_loss, data + precision, seed, folder / f"{name} seed {seed}".replace(" ", "_"))
-                for name, precision in OURS.items()
+                for name, precision in contestants.items()
             }
             if clone is not None:
                 programs["nanoGPT"] = partial(nanogpt_loss, clone)

@@ -65,14 +65,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.quick:
         args.mb, args.rounds = 1, 1
-        args.copies, args.memory_mb = 1, [1, 2]
-        args.record_mb = 2
+        args.copies, args.memory_mb = 1, [0.5]
+        args.record_mb = 0.5
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         source = prepare(folder, args.mb)
         rows = [row for kind in KINDS for row in speed(folder, source, kind, args.rounds)]
         show(f"{source.stat().st_size / 1e6:.1f} MB of JSON lines to token files", rows)
-        workers = [row for kind in KINDS for row in scaling(folder, source, kind, args.copies, args.rounds)]
+        kinds = [*KINDS][: 1 if args.quick else None]
+        workers = [row for kind in kinds for row in scaling(folder, source, kind, args.copies, args.rounds)]
         show("the command, with workers", workers)
         large = inputs(folder, source, args.memory_mb, args.record_mb)
         memory = [peak(folder, what, path, args.memory_tokenizer) for what, path in large]

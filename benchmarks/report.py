@@ -19,7 +19,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # benchmarks that use a tool import it from `tools`
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT))  # benchmarks import `tools` and `tests` from the repository, which is not installed
 
 Row = Mapping[str, Any]
 

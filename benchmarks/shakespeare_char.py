@@ -17,31 +17,46 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from corpus import write_text
 from report import write
 
 PUBLISHED = 1.88
 CONFIG = "configs/shakespeare_char.yaml"
-NUM_COMPARED = 100
+NUM_COMPARED, QUICK_COMPARED = 100, 2
+# Processes and shape of the layout that is compared with one process.
+CUBE, QUICK_CUBE = (8, "2,2,2"), (2, "2,1,1")
+QUICK = [
+    "train.train_iters=4",
+    "train.eval_interval=4",
+    "train.eval_iters=1",
+    "optimizer.lr_warmup_iters=1",
+    "optimizer.lr_decay_iters=4",
+]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prepare the corpus, train each seed, compare the layouts."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--input", type=Path, required=True)
+    parser.add_argument("--input", type=Path, help="the text")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--quick", action="store_true", help="smallest setting, which only shows that it runs")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args(argv)
+    if not (args.input or args.quick):
+        parser.error("the following arguments are required: --input")
+    count, (processes, shape) = (QUICK_COMPARED, QUICK_CUBE) if args.quick else (NUM_COMPARED, CUBE)
+    if args.quick:
+        args.seeds = [1]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        data = prepare(args.input, folder)
+        data = prepare_quick(folder) if args.quick else prepare(args.input, folder)
         losses = {seed: validation_loss(data, seed, folder / f"seed{seed}") for seed in args.seeds}
-        difference = largest_difference(data, folder)
+        difference = largest_difference(data, folder, count, processes, shape)
     rows = [{"seed": seed, "validation_loss": loss} for seed, loss in losses.items()]
     mean = statistics.mean(losses.values())
     print(f"mean validation loss {mean:.4f} (nanoGPT publishes {PUBLISHED})")
-    print(
-        f"losses of {NUM_COMPARED} iterations, 3d 2x2x2 on 8 ranks beside one process: at most {difference:.1e} apart"
-    )
+    told = f"3d {shape} on {processes} ranks next to one process"
+    print(f"losses of {count} iterations, {told}: at most {difference:.1e} apart")
     if args.output:
         write(args.output, rows, mean=mean, published=PUBLISHED, largest_relative_difference_of_8_ranks=difference)
     return 0
@@ -56,6 +71,11 @@ def prepare(text: Path, folder: Path) -> list[str]:
     return [f"data.tokenizer_model={tokenizer}.json", f"data.data_path={folder}/corpus_text_document"]
 
 
+def prepare_quick(folder: Path) -> list[str]:
+    """Prepare a short text of our own; return overrides with a run of a few iterations among them."""
+    return [*prepare(write_text(folder / "text.txt"), folder), *QUICK]
+
+
 def validation_loss(data: list[str], seed: int, folder: Path) -> float:
     """Return the validation loss after the last iteration."""
     rows = train(data, folder, [f"train.seed={seed}"])
@@ -64,13 +84,13 @@ def validation_loss(data: list[str], seed: int, folder: Path) -> float:
     return last
 
 
-def largest_difference(data: list[str], folder: Path) -> float:
-    """Return the largest relative difference of the loss of an iteration between one process and 8."""
-    short = [f"train.exit_interval={NUM_COMPARED}", "logging.log_interval=1"]
-    cube = ["parallel.tensor_parallel_mode=3d", "parallel.tensor_parallel_shape=[2,2,2]"]
-    one, eight = train(data, folder / "one", short), train(data, folder / "eight", short + cube, processes=8)
-    pairs = [(a["lm_loss"], b["lm_loss"]) for a, b in zip(one, eight, strict=True)]
-    assert len(pairs) == NUM_COMPARED, f"{len(pairs)} iterations were logged"
+def largest_difference(data: list[str], folder: Path, count: int, processes: int, shape: str) -> float:
+    """Return the largest relative difference of the loss of an iteration between one process and several."""
+    short = [f"train.exit_interval={count}", "logging.log_interval=1"]
+    cube = ["parallel.tensor_parallel_mode=3d", f"parallel.tensor_parallel_shape=[{shape}]"]
+    one, several = train(data, folder / "one", short), train(data, folder / "several", short + cube, processes)
+    pairs = [(a["lm_loss"], b["lm_loss"]) for a, b in zip(one, several, strict=True)]
+    assert len(pairs) == count, f"{len(pairs)} iterations were logged"
     return max(abs(a - b) / a for a, b in pairs)
 
 

@@ -102,7 +102,7 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """Parse the options; `--quick` is two rounds of the small size without memory."""
+    """Parse the options; `--quick` is a round of the tiny size without memory."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["3M", "30M"])
     parser.add_argument("--precisions", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
@@ -115,7 +115,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help="JSON file to write")
     options = parser.parse_args()
     if options.quick:
-        options.sizes, options.rounds = ["3M"], 2
+        options.sizes, options.rounds = ["tiny"], 1
         options.warmup, options.no_memory = 1, True
     return options
 

@@ -14,9 +14,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from corpus import write_random_bytes
 from report import show, write
 
 CONFIG = "configs/quickstart.yaml"
+QUICK = ["data.tokenizer_type=ByteTokenizer", "data.tokenizer_model=null", "train.precision=fp32"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,9 +26,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--quick", action="store_true", help="smallest setting, which only shows that it runs")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args(argv)
-    seconds = [first_step_s(args.processes) for _ in range(args.rounds)]
+    with tempfile.TemporaryDirectory() as folder:
+        data = list[str]()
+        if args.quick:
+            args.rounds, args.processes = 1, 1
+            data = [f"data.data_path={write_random_bytes(Path(folder) / 'corpus')}", *QUICK]
+        seconds = [first_step_s(args.processes, data) for _ in range(args.rounds)]
     rows = [{"processes": args.processes, "median_s": statistics.median(seconds), "worst_s": max(seconds)}]
     show("start to first step of the quickstart model", rows)
     if args.output:
@@ -34,12 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def first_step_s(processes: int) -> float:
+def first_step_s(processes: int, data: list[str]) -> float:
     """Return the seconds from the launch to the console line of iteration 1."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     with tempfile.TemporaryDirectory() as folder:
         folders = [f"checkpoint.save={folder}", f"checkpoint.load={folder}"]
-        overrides = ["logging.log_interval=1", "train.exit_interval=1", *folders]
+        overrides = ["logging.log_interval=1", "train.exit_interval=1", *data, *folders]
         begin = time.perf_counter()
         command = [*launcher, "pretrain_gpt.py", "--config", CONFIG, *overrides]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

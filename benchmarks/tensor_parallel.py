@@ -141,7 +141,7 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """Parse the options; `--quick` is two rounds of the small size."""
+    """Parse the options; `--quick` is a round of the tiny size."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["3M", "30M"])
     parser.add_argument("--rounds", type=int, default=9, help="timed steps per contestant; default: %(default)s")
@@ -152,7 +152,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help="JSON file to write")
     options = parser.parse_args()
     if options.quick:
-        options.sizes, options.rounds = ["3M"], 2
+        options.sizes, options.rounds = ["tiny"], 1
         options.warmup = 1
     return options
 
