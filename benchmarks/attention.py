@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from report import Row, interleaved, milliseconds, show, write
+from common.report import Row, interleaved, milliseconds, show, write
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention

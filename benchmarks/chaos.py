@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import yaml
-from corpus import write_text
-from report import show, write
+from common.corpus import write_text
+from common.report import show, write
 
 from megatron3d.metrics.journal import read_journal
 

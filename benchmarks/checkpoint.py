@@ -22,7 +22,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from report import Row, show, write
+from common.report import Row, show, write
 from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import init_device_mesh

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 import xxhash
-from report import Row, interleaved, show, write
+from common.report import Row, interleaved, show, write
 
 NUM_BYTES, QUICK_BYTES = 2**26, 2**20
 

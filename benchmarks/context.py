@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from report import Row, interleaved, milliseconds, show, times_faster, write
+from common.report import Row, interleaved, milliseconds, show, times_faster, write
 from torch import Tensor
 from torch.distributed.tensor.experimental._context_parallel import _attention as peer
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from report import Row, show, write
+from common.report import Row, show, write
 
 from megatron3d.attention.attention import AttentionHeads
 from megatron3d.attention.context.attention import ContextAttention, context_attention

@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import torch
-from report import Row, show, write
+from common.report import Row, show, write
 
 from megatron3d.config.model_defaults import resolve_architecture
 from megatron3d.config.schema import ModelConfig

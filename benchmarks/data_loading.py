@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from report import Row, interleaved, show, times_faster, write
+from common.report import Row, interleaved, show, times_faster, write
 
 from megatron3d.config.read import read_config
 from megatron3d.config.run_spec import RunSpec

@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from live import Live
-from plain_gpt import PlainGPT, gpt2_weights, plain_loss
-from report import Row, Turns, interleaved, milliseconds, show, times_faster, write
-from shapes import CPU, LR, SEED, SIZES, Size
+from common.live import Live
+from common.report import Row, Turns, interleaved, milliseconds, show, times_faster, write
+from common.shapes import CPU, LR, SEED, SIZES, Size
+from peers.plain_gpt import PlainGPT, gpt2_weights, plain_loss
 from tensor_parallel import check_same_loss, slowest_rank
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard

@@ -19,10 +19,10 @@ from pathlib import Path
 from statistics import mean, median, quantiles
 
 import numpy as np
-from fit_memory import TERMS as MEMORY_TERMS
-from fit_memory import fit_memory
-from fit_rows import Run, declared_rows
-from fit_sample import NANOTRON, write_sample
+from fit.fit_memory import TERMS as MEMORY_TERMS
+from fit.fit_memory import fit_memory
+from fit.fit_rows import Run, declared_rows
+from fit.fit_sample import NANOTRON, write_sample
 
 from megatron3d.forecast.time.practices import FITTED, ON, FittedTerms, fitted_terms
 from megatron3d.forecast.time.step import SimulatedStep, step_time

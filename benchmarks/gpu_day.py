@@ -44,7 +44,7 @@ class Section(NamedTuple):
 
 
 def _measured(limit_s: int, name: str, shows: str, *environ: str) -> Section:
-    return Section(limit_s, ("benchmarks/gpu_sections.py", name), shows, environ)
+    return Section(limit_s, ("benchmarks/gpu/gpu_sections.py", name), shows, environ)
 
 
 SECTIONS: Mapping[str, Section] = {
@@ -110,7 +110,7 @@ def network(args: argparse.Namespace, ranks: int) -> tuple[str, ...]:
 
 def layout(args: argparse.Namespace, name: str) -> tuple[str, ...]:
     """Return the program that trains in a layout of `TWO`."""
-    program = ("benchmarks/gpu_program.py", *flags_of(args), "--output", str(args.output / name))
+    program = ("benchmarks/gpu/gpu_program.py", *flags_of(args), "--output", str(args.output / name))
     steps = ("train.train_iters=24", f"train.global_batch_size={16 if args.quick else 128}")
     return (*program, f"logging.cluster={args.cluster}", *steps, *TWO[name])
 

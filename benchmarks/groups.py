@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from report import Row, show, write
+from common.report import Row, show, write
 
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config

@@ -17,9 +17,9 @@ from typing import cast
 
 import torch
 import torch.nn.functional as F
-from plain_gpt import Block, PlainGPT, gpt2_weights
-from report import Row, Turns, interleaved, show, write
-from shapes import Ours, Size
+from common.report import Row, Turns, interleaved, show, write
+from common.shapes import Ours, Size
+from peers.plain_gpt import Block, PlainGPT, gpt2_weights
 from torch import Tensor, nn
 
 from megatron3d.model.layers import Layer

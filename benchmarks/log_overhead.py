@@ -21,8 +21,8 @@ from pathlib import Path
 
 import torch
 import yaml
-from corpus import write_random_bytes
-from report import Row, Turns, interleaved, milliseconds, show, write
+from common.corpus import write_random_bytes
+from common.report import Row, Turns, interleaved, milliseconds, show, write
 
 from megatron3d.config.cli import resolve
 from megatron3d.parallel.mesh import Axes

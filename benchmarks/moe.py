@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from report import Row, interleaved, milliseconds, show, times_faster, write
-from shapes import CPU, LR, SEED, Size
+from common.report import Row, interleaved, milliseconds, show, times_faster, write
+from common.shapes import CPU, LR, SEED, Size
 from tensor_parallel import check_same_loss, slowest_rank
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard

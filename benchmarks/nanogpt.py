@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from report import Row, show, write
+from common.report import Row, show, write
 from shakespeare_char import prepare, prepare_quick, validation_loss
 
 OURS = {f"megatron3d {precision}": [f"train.precision={precision}"] for precision in ("fp32", "bf16")}

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from report import Row, Turns, interleaved, milliseconds, show, times_faster, write
-from shapes import CPU, LR, SEED, SIZES, Size
+from common.report import Row, Turns, interleaved, milliseconds, show, times_faster, write
+from common.shapes import CPU, LR, SEED, SIZES, Size
 from tensor_parallel import slowest_rank
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn

@@ -17,12 +17,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from report import Row, interleaved, milliseconds, show, times_faster, write
-from shapes import CPU, Ours, Size
+from common.report import Row, interleaved, milliseconds, show, times_faster, write
+from common.shapes import CPU, Ours, Size
+from peers.torch_executor import PEERS, TorchExecutor
 from tensor_parallel import check_same_loss, slowest_rank
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
-from torch_executor import PEERS, TorchExecutor
 
 from megatron3d.pipeline.actions import Schedule
 from megatron3d.pipeline.schedules import SCHEDULES

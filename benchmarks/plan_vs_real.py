@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from report import Row, show, write
+from common.report import Row, show, write
 
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config

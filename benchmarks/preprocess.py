@@ -32,7 +32,7 @@ import pyarrow.parquet
 import sentencepiece
 import tokenizers
 import torch
-from report import Row, Turns, interleaved, show, write
+from common.report import Row, Turns, interleaved, show, write
 
 from megatron3d.data.token_files.indexed import IndexedDataset
 from tools import make_corpus, preprocess_data, train_tokenizer

@@ -17,8 +17,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from corpus import write_text
-from report import write
+from common.corpus import write_text
+from common.report import write
 
 PUBLISHED = 1.88
 CONFIG = "configs/shakespeare_char.yaml"

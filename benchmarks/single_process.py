@@ -17,9 +17,9 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from contestants import CONTESTANTS, Step
-from report import Row, interleaved, milliseconds, show, times_faster, write
-from shapes import SIZES, Size
+from common.report import Row, interleaved, milliseconds, show, times_faster, write
+from common.shapes import SIZES, Size
+from peers.contestants import CONTESTANTS, Step
 from torch import Tensor
 
 OURS = next(iter(CONTESTANTS))

@@ -14,8 +14,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from corpus import write_random_bytes
-from report import show, write
+from common.corpus import write_random_bytes
+from common.report import show, write
 
 CONFIG = "configs/quickstart.yaml"
 QUICK = ["data.tokenizer_type=ByteTokenizer", "data.tokenizer_model=null", "train.precision=fp32"]

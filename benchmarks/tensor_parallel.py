@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from dtensor_gpt import dtensor_step, parallelized
-from dtensor_traffic import FunctionalTraffic
-from plain_gpt import PlainGPT, gpt2_weights
-from report import Row, Turn, Turns, interleaved, milliseconds, show, times_faster, write
-from shapes import SIZES, Ours, Size
+from common.report import Row, Turn, Turns, interleaved, milliseconds, show, times_faster, write
+from common.shapes import SIZES, Ours, Size
+from peers.dtensor_gpt import dtensor_step, parallelized
+from peers.dtensor_traffic import FunctionalTraffic
+from peers.plain_gpt import PlainGPT, gpt2_weights
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import spawn

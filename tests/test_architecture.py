@@ -136,16 +136,16 @@ PEERS = tuple(
         "checkpoint",
         "context",
         "data_parallel",
-        "dtensor_gpt",
-        "dtensor_traffic",
-        "gpu_sections",
+        "peers.dtensor_gpt",
+        "peers.dtensor_traffic",
+        "gpu.gpu_sections",
         "groups",
-        "live",
+        "common.live",
         "moe",
         "overlaps",
         "pipeline",
         "tensor_parallel",
-        "torch_executor",
+        "peers.torch_executor",
     )
 )
 

@@ -19,7 +19,9 @@ OPTIONS: dict[str, Sequence[str]] = {"tables": ()}
 def programs() -> list[str]:
     """Return the names of the programs that users start."""
     found = sorted((ROOT / "benchmarks").glob("*.py"))
-    return [path.stem for path in found if 'if __name__ == "__main__":' in path.read_text(encoding="utf-8").splitlines()]
+    return [
+        path.stem for path in found if 'if __name__ == "__main__":' in path.read_text(encoding="utf-8").splitlines()
+    ]
 
 
 @pytest.mark.parametrize("name", [name for name in programs() if name not in OWN_TESTS])

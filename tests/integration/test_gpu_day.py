@@ -16,11 +16,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import gpu_day
-import gpu_runs
-import gpu_sections
 import pytest
 import torch
-from gpu_timing import Place, Steps, spec_of
+from gpu import gpu_runs, gpu_sections
+from gpu.gpu_timing import Place, Steps, spec_of
 
 from megatron3d.config.read import read_config
 from megatron3d.config.validate.rules import check

@@ -35,7 +35,7 @@ def steps(folder: Path, *arguments: str) -> tuple[int, list[list[str]]]:
 
 def test_every_step_is_a_run_of_sixteen_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug that this finds: a layout that 16 ranks cannot have, found after a day in a queue."""
-    from gpu_program import command
+    from gpu.gpu_program import command
     from network import main as network
 
     monkeypatch.chdir(ROOT)

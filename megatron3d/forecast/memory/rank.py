@@ -21,7 +21,7 @@ Memory that the allocator of another framework reserves for its tensors: this fr
 Other frameworks keep the logits of a whole microbatch, some a second copy of the gradients, and their kernels leave
 more to the allocator.  It cannot use the memory of a gathered input again before the accelerator is done with it, so
 that a host that launches ahead makes it reserve one for each layer.  The terms are fitted to published runs
-(`benchmarks/fit_memory.py`); neutral ones change nothing.
+(`benchmarks/fit/fit_memory.py`); neutral ones change nothing.
 """
 
 from __future__ import annotations

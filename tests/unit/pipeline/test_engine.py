@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from common.live import Live
 from hypothesis import given
 from hypothesis import strategies as st
-from live import Live
 
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.pipeline.actions import (

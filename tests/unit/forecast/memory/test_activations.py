@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from live import Live
+from common.live import Live
 from torch import nn
 
 from megatron3d.attention.context.plan import BOTH, CONTEXT_EXCHANGES, head_axes, with_context

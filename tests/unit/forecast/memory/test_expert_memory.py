@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from live import Live
+from common.live import Live
 from torch import Tensor
 
 from megatron3d.comm.loopback import LoopbackComm

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from live import Live
+from common.live import Live
 from torch import Tensor
 
 from megatron3d.checkpoint.async_saver import Snapshot

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from plain_gpt import PlainGPT, plain_loss
-from shapes import LR
+from common.shapes import LR
+from peers.plain_gpt import PlainGPT, plain_loss
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard

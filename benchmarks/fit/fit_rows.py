@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fit_sample import NANOTRON, VTRAIN
-from report import ROOT
+from common.report import ROOT
+from fit.fit_sample import NANOTRON, VTRAIN
 
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
@@ -22,7 +22,7 @@ from tests.unit.forecast.time import held_out, published
 LEAST_BANDWIDTH = 100.0
 # Throughputs of https://github.com/mosaicml/llm-foundry/blob/main/scripts/train/benchmarking/README.md (Apache 2.0),
 # runs in fp8 left out, and the layers, hidden sizes and heads of its models.
-FOUNDRY = ROOT / "benchmarks" / "llm_foundry.csv"
+FOUNDRY = ROOT / "benchmarks" / "fit" / "llm_foundry.csv"
 FOUNDRY_CLUSTERS = {"a100_80gb": "selene", "a100_40gb": "dgx_a100_40gb", "h100_80gb": "eos"}
 MPT = {
     "125m": (12, 768, 12),

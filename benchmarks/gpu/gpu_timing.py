@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from gpu_program import SMALL
+from gpu.gpu_program import SMALL
 
 from megatron3d.comm.interface import Comm
 from megatron3d.comm.loopback import LoopbackComm
@@ -34,7 +34,7 @@ from megatron3d.train.state import TrainState, build_state
 from megatron3d.train.step import StepSettings, train_step
 from megatron3d.verify.dry_run import microbatches
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 Row = dict[str, Any]
 
 

@@ -8,7 +8,7 @@ from statistics import median
 
 import torch
 import torch.nn.functional as F
-from gpu_timing import Place, Row
+from gpu.gpu_timing import Place, Row
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 

@@ -12,8 +12,8 @@ from statistics import median
 from typing import NamedTuple
 
 import torch
-from gpu_program import ALONE
-from gpu_timing import Place, Row, Steps, spec_of
+from gpu.gpu_program import ALONE
+from gpu.gpu_timing import Place, Row, Steps, spec_of
 from torch.profiler import ProfilerActivity, profile
 
 from megatron3d.config.run_spec import RunSpec

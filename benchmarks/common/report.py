@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))  # benchmarks import `tools` and `tests` from the repository, which is not installed
 
 Row = Mapping[str, Any]

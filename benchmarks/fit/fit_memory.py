@@ -13,7 +13,7 @@ from statistics import quantiles
 from typing import NamedTuple
 
 import numpy as np
-from fit_rows import is_mended, nanotron_config, nanotron_table
+from fit.fit_rows import is_mended, nanotron_config, nanotron_table
 
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.forecast.memory.local_sizes import KERNELS

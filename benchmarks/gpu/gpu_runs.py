@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from gpu_program import ALONE, HIDE_GPU, ROOT, SMALL_BYTES, command, losses, rows_of, write_corpus
-from gpu_timing import Place, Row, Steps, spec_of
+from gpu.gpu_program import ALONE, HIDE_GPU, ROOT, SMALL_BYTES, command, losses, rows_of, write_corpus
+from gpu.gpu_timing import Place, Row, Steps, spec_of
 
 from megatron3d.errors import ExitCode
 

@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
-from plain_gpt import PlainGPT, gpt2_weights, plain_loss
-from shapes import LR, Ours, Size
+from common.shapes import LR, Ours, Size
+from peers.plain_gpt import PlainGPT, gpt2_weights, plain_loss
 from torch import Tensor, nn
 
 Step = Callable[[Tensor], Tensor]

@@ -24,7 +24,7 @@ from megatron3d.data.token_files.writer import IndexedWriter
 from megatron3d.data.tokenizers.tokenizer import ByteTokenizer
 from megatron3d.runtime.process import launcher_env
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 KEYS = (
     "data.tokenizer_type=ByteTokenizer",
     "data.tokenizer_model=null",

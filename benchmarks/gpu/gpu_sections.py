@@ -12,18 +12,16 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 
-import gpu_kernels
-import gpu_runs
-import gpu_steps
 import torch
 import torch.distributed as dist
-from gpu_timing import Place, Row, power
+from gpu import gpu_kernels, gpu_runs, gpu_steps
+from gpu.gpu_timing import Place, Row, power
 
 from megatron3d.hardware.devices import describe_attention, device_name
 from megatron3d.runtime.machine import backend_of
 from megatron3d.runtime.process import flight_recorder
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def hardware(place: Place) -> Iterator[Row]:
