@@ -7,6 +7,7 @@ are read by their programs' own parsers.
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -25,6 +26,7 @@ from tests.support.doc_commands import LAUNCHERS, PROGRAM, Words, code, commands
 from tests.support.hub_models import GPT2, write_hub
 from tests.support.pool import Pool
 from tests.support.tiny_run import ROOT
+from tests.test_architecture import SOURCES, imported_modules
 from tools import train_tokenizer
 
 WALK = ROOT / "docs" / "getting_started.md"
@@ -57,6 +59,26 @@ NOT_DONE: Mapping[str, str] = {
 }
 REPOSITORY_FILE = r"\b(?:megatron3d|tests|tools|benchmarks|docs|scripts|configs)/[\w./-]+\.(?:py|md|yaml|sh|sbatch)\b"
 ELSEWHERE = {"docs/performance.md"}  # of torchtitan
+# Most files of each way of docs/architecture.md; `RunSpec` is beside the last one.
+MOST_FILES: Mapping[str, int] = {
+    "From the batch to the loss": 12,
+    "From the gradient to the optimizer": 8,
+    "From queries and keys to context ranks and back": 8,
+    "From tools/plan.py to its table": 12,
+}
+KINDS_OF_ENTRIES = (
+    "A model family",
+    "A layer option",
+    "A tensor-parallel mode",
+    "A pipeline schedule",
+    "An optimizer",
+    "A recipe of the GEMM",
+    "A context exchange",
+    "An expert dispatcher",
+    "A router",
+)
+# What files of a way import of one another only through these: an interface, and a package's own names.
+THROUGH = ("megatron3d.comm.interface", "megatron3d.zero")
 # Exit codes other than 0: the two runs differ.
 CODES: Mapping[str, int] = {"python tools/checkpoint.py diff": 1}
 
@@ -190,6 +212,44 @@ def test_architecture_follows_its_picture() -> None:
         part = page.partition(f"## {title}\n")[2].partition("\n## ")[0]
         places = [part.find(f"(../megatron3d/{step.file})") for step in steps]
         assert -1 not in places and places == sorted(places), (title, places)
+
+
+def files_of_way(title: str) -> list[str]:
+    """Return the files of a way through the code by their module's names, in the order of its table."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    part = page.partition(f"## {title}\n")[2].partition("\n## ")[0]
+    files = re.findall(r"^\| \[[^\]]*\]\(\.\./([^)]*)\.py\) \|", part, re.M)
+    return [file.replace("/", ".") for file in files]
+
+
+@pytest.mark.parametrize("title", MOST_FILES)
+def test_a_way_through_the_code_is_short(title: str) -> None:
+    files = files_of_way(title)
+    assert 1 < len(files) <= MOST_FILES[title] and len(set(files)) == len(files)
+
+
+@pytest.mark.parametrize("title", MOST_FILES)
+def test_a_way_through_the_code_follows_its_imports(title: str) -> None:
+    """Every file of a way imports one of its others or is imported by one, so that the way has no gap."""
+    files = files_of_way(title)
+    trees = {name: ast.parse(SOURCES[name].read_text(encoding="utf-8")) for name in (*files, *THROUGH)}
+    links = {(name, other) for name, tree in trees.items() for _, other in imported_modules(tree)}
+    reached, left = set[str](), {files[0]}
+    while left:
+        reached |= left
+        left = {b for a, b in links | {(b, a) for a, b in links} if a in reached and b in trees} - reached
+    assert set(files) <= reached
+
+
+def test_what_is_added_names_its_files() -> None:
+    """Each kind of entry lists a few files, which exist, and each of them once."""
+    page = (ROOT / "docs" / "adding.md").read_text(encoding="utf-8")
+    kinds = re.findall(r"^## (.*)\n((?:(?!## ).*\n)*)", page, re.M)
+    assert [title for title, _ in kinds] == list(KINDS_OF_ENTRIES)
+    for title, part in kinds:
+        files = re.findall(r"^\| `([^`]*)` \|", part, re.M)
+        assert 1 < len(files) < 15 and len(set(files)) == len(files), title
+        assert [name for name in files if not (ROOT / name).is_file()] == [], title
 
 
 def test_explained_messages_exist_in_the_code() -> None:
