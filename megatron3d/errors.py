@@ -1,9 +1,8 @@
 """Errors in user input, exit codes, and foreign text as a person may safely read it: escaped, and of bounded length.
 
-Foreign text (from files, names and command lines) as a person may safely read it: escaped, and of bounded length.
-
-Control characters move the cursor, change the state of a terminal, forge lines of a log, or reverse the order in which
-a line is read (Boucher and Anderson 2021, arXiv:2111.00169); lone surrogates cannot be written at all.
+Foreign text comes from files, names and command lines.  Control characters move the cursor, change the state of a
+terminal, forge lines of a log, or reverse the order in which a line is read (Boucher and Anderson 2021,
+arXiv:2111.00169); lone surrogates cannot be written at all.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Attention heads that a rank holds, and the axes over which key/value heads and latents must be all-gathered.
 
-Attention heads that a rank holds, and the axes over which key/value heads must be all-gathered.
-
 Query heads are sharded evenly.  With grouped queries (GQA, Ainslie et al. 2023, arXiv:2305.13245) the features of all
 key/value heads are sharded evenly: where there are fewer key/value heads than ranks, a shard ends within a head, and
 keys and values are all-gathered over some axes.

@@ -1,9 +1,9 @@
-"""Attention of pairs of rows whose weights have dropout, for context ranks that do not gather keys.
+"""Attention by pairs of query and key rows, merged by their log-sum-exp (Dao et al. 2022, arXiv:2205.14135; Liu et al.
+2023, arXiv:2310.01889).
 
-Masks are a function of (seed, step, layer, sequence, head, position of the query, position of the key), so each pair
-makes its part of the mask that one process would make.  The log-sum-exp is that of the weights before dropout, so that
-pairs merge as without it; plain matmuls compute them, since the masks of torch's kernels depend on the layout.
-Letters: B sequences, N query heads, L query rows, T key rows.
+    out = sum over pairs of exp(lse_pair - lse) out_pair        lse = log of the sum of exp(lse_pair)
+
+Backward calls each pair's kernel with the final output and log-sum-exp, so that the gradients of the pairs add up.
 
 Softmax of attention's scores: a cap of the scores, and sinks, logits that join the denominators of their heads.
 
@@ -17,19 +17,16 @@ A sink is one more key, whose value is 0.  Merged into the output and the log-su
     out <- out sigmoid(lse - sink)      lse <- log(exp(lse) + exp(sink))
 
 these are what a kernel's backward needs for exact gradients of queries, keys and values, so that every kernel and every
-exchange between context ranks has sinks.  Letters: B sequences, N query heads, L query rows, D features of a head.
+exchange between context ranks has sinks.
 
-Attention by pairs of query and key rows, merged by their log-sum-exp (Dao et al. 2022, arXiv:2205.14135; Liu et al.
-2023, arXiv:2310.01889).
+Attention whose scores are capped (`Softmax`): plain matmuls, since no fused kernel caps scores.  Queries are computed
+in pieces, so that the scores in memory are at most `LONGEST` rows.
 
-    out = sum over pairs of exp(lse_pair - lse) out_pair        lse = log of the sum of exp(lse_pair)
+Pairs whose weights have dropout, for context ranks that do not gather keys: masks are a function of (seed, step, layer,
+sequence, head, position of the query, position of the key), so each pair makes its part of the mask that one process
+would make.  The log-sum-exp is that of the weights before dropout, so that pairs merge as without it; plain matmuls
+compute them, since the masks of torch's kernels depend on the layout.
 
-Backward calls each pair's kernel with the final output and log-sum-exp, so that the gradients of the pairs add up.
-Letters: B sequences, N query heads, G key/value heads, L query rows, T key rows, D features of a head.
-
-Attention whose scores are capped (`attention_softmax.py`): plain matmuls, since no fused kernel caps scores.
-
-Queries are computed in pieces, so that the scores in memory are at most `LONGEST` rows.
 Letters: B sequences, N query heads, G key/value heads, L query rows, T key rows, D features of a head.
 """
 

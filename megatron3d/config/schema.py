@@ -1,7 +1,5 @@
 """The configuration: one schema for files, command line and API; frozen after reading.
 
-The configuration: one schema for files, command line and API; frozen after reading.
-
 Names are Megatron's where the concept is Megatron's.  None means: derived from other fields by RunSpec, and never
 stored next to its source.
 """

@@ -1,4 +1,4 @@
-"""Model types of Hugging Face whose layers have experts, with ordinary attention; DeepSeek's are in `latent_types`.
+"""Model types of Hugging Face whose layers have experts, with ordinary attention; for DeepSeek's: `deepseek_table.py`.
 
 Experts in config.json: their number and sizes, the router's choice, and the layers that have them.
 

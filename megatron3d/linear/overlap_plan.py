@@ -36,7 +36,7 @@ class TPOverlap:
         weight_grad: overlap the reduction of dW with the backward of the preceding layers.
         weight_gather: prefetch W, in forward and in backward, during the GEMMs of the linear before it.
         keep_gathered_weights: keep the W gathered in forward until backward, which saves one all-gather.
-        in_rounds: run exposed all-gathers and reduce-scatters in rounds with their own GEMM (linear/overlap_plan.py).
+        in_rounds: run exposed all-gathers and reduce-scatters in rounds with their own GEMM (`in_rounds`).
     """
 
     input_grad: bool = True

@@ -64,7 +64,7 @@ class Pass:
         first_sequence: index of the first sequence in the global batch.
         key: (seed, iteration) of dropout; None in evaluation.
         rotary: tables of each rotary embedding of the model for this rank's positions, in the order of
-            `layer_kinds.rotaries`.
+            `model.spec.rotaries`.
         cached: KV cache of the preceding tokens; None where sequences start here.
         documents: document boundaries in this rank's whole sequences; None: one document per sequence.
         ahead: inputs of the modules of multi-token prediction, which only passes with a target have.

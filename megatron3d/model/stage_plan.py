@@ -165,7 +165,7 @@ def _divide(arch: Architecture, num_stages: int, owners: tuple[int, ...]) -> tup
     The cost of a layer, of the head and of multi-token prediction is its FLOPs; the embedding costs nothing.  Each
     layer goes to the rank with the lowest cost, and there to its cheapest stage, which minimizes the cost of the
     busiest rank.  Of stages with equal cost the last one gets the layer, since earlier stages have more microbatches in
-    flight.  Where layers differ, as with windows in some of them, each counts its own FLOPs (`stage_balance.py`).
+    flight.  Where layers differ, as with windows in some of them, each counts its own FLOPs.
     """
     assert arch.num_layers >= num_stages, f"{arch.num_layers} layers are too few for {num_stages} stages"
     layer, head = layer_flops_per_token(arch), head_flops_per_token(arch) + mtp_flops_per_token(arch)

@@ -4,7 +4,7 @@
 
 Maximum, sum and label's logit are combined over the axes that split the vocabulary, in fp32 or better (Shoeybi et al.
 2019, section 3).  `cross_entropy_` is the reference in torch's operations; on GPUs with Triton two kernels compute the
-same (`ops/cross_entropy.py`).  Letters: M tokens, C tokens of one chunk, V vocabulary, H hidden.
+same (`ops/triton_cross_entropy.py`).  Letters: M tokens, C tokens of one chunk, V vocabulary, H hidden.
 
 Cross-entropy of a vocabulary shard in two Triton kernels, which read the logits twice and write them once.
 

@@ -1,7 +1,7 @@
 """LayerNorm and RMSNorm over features that may be sharded, with statistics combined over the axes that shard them.
 
 Means and centred squares of the shards are combined as in Chan, Golub and LeVeque (1979), in fp32 or wider and with one
-collective, which avoids the cancellation in E[x^2] - E[x]^2.  On GPUs with Triton, kernels of `ops/norm.py`
+collective, which avoids the cancellation in E[x^2] - E[x]^2.  On GPUs with Triton, kernels of `ops/triton_norm.py`
 compute the same.  Letters: M tokens, H features.
 
 LayerNorm and RMSNorm over sharded features with one Triton kernel between two collectives.
@@ -14,7 +14,7 @@ LayerNorm and RMSNorm over sharded features with one Triton kernel between two c
     all-reduce, while the gradients of weight and bias are summed in groups of tokens
     dX           (dy weight - unit sum1 / H - sum2 / H) scale
 
-The values are those of `ops/norm.py`, in 2 kernels forward and 4 or 5 backward.  Letters: M tokens, H this rank's
+The values are those of torch's operations, in 2 kernels forward and 4 or 5 backward.  Letters: M tokens, H this rank's
 features, R ranks, C 2 with a mean (LayerNorm) and 1 without.
 """
 
@@ -34,7 +34,7 @@ from megatron3d.runtime.machine import has_triton
 
 
 class FusedShardedNorm(torch.autograd.Function):
-    """The norm of `ops/norm.py` over sharded features, for tensors of at most 32 bits on a GPU."""
+    """The norm over sharded features, for tensors of at most 32 bits on a GPU."""
 
     @staticmethod
     def forward(

@@ -1,7 +1,5 @@
 """Change the layout of an activation: gather the axes that the new layout lacks, keep the shard of those that it adds.
 
-Change the layout of an activation: gather the axes that the new layout lacks, keep the shard of those that it adds.
-
 Both layouts describe the same tensor, which ranks along other axes hold as copies.  So backward is the change back.
 
 Relayout of the residual stream to whole rows: every rank gets tokens of its own, with all their features.

@@ -1,7 +1,5 @@
 """Parser of command lines, and the largest numbers, texts and files that a person may give.
 
-The largest numbers, texts and files that a person may give; runtime/arguments.py has the parsers that hold to them.
-
 Anything larger is a typing error: loops over it would not end, and 64 bits would not hold it.
 """
 

@@ -5,8 +5,8 @@ stack of the main thread, collectives of each group.  A rank that makes no progr
 writes what torch recorded of its collectives, and compares the heartbeats of all ranks (`heartbeat.diagnose`).
 
 Then all ranks end, also where the store does not answer since the process that keeps it is stopped: only one thread
-calls the store, and others watch for progress and end the process.  The threads of a step are sampled from outside
-(`thread_stacks.py`), so the watchdog costs the training loop nothing.
+calls the store, and others watch for progress and end the process.  The threads of a step are sampled from outside,
+so the watchdog costs the training loop nothing.
 
 Before that, each rank listens to the heartbeat of the next one, and says when it stops and when it comes back.
 

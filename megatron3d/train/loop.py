@@ -68,7 +68,7 @@ class StopSignal:
 
 
 class ManualGc:
-    """While entered, collects garbage only in `after_step`, as `train.loop` says; else changes nothing."""
+    """While entered, collects garbage only in `after_step`, as the configuration says; else changes nothing."""
 
     def __init__(self, config: TrainConfig) -> None:
         self._is_manual, self._interval = config.manual_gc, config.manual_gc_interval

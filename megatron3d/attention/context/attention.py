@@ -1,16 +1,4 @@
-"""Attention of new tokens to a KV cache whose positions are divided among context ranks.
-
-    position p     context rank p mod c, slot p // c of its cache
-
-New queries, keys and values are gathered over the context ranks; each rank keeps the keys of its positions, attends all
-new queries to all that it keeps, and sends each rank the partial outputs of its tokens, which are merged by their
-log-sum-exp (Dao et al. 2022, arXiv:2205.14135).  So a prompt's keys are stored once, prefill and decode are one path
-for every exchange of training, and every rank computes the same number of scores.
-
-Letters: B sequences, W new tokens of each, L those of this rank, T slots of this rank's cache, N query heads,
-G key/value heads, D features of a head, C context ranks.
-
-Causal attention whose sequences are split over context ranks: one function for every exchange (`cp_comm_type`).
+"""Causal attention whose sequences are split over context ranks: one function for every exchange (`cp_comm_type`).
 
 A rank has the queries, keys and values of its own positions (`plan.py`).  An exchange brings the queries of
 some heads what they may see, in parts of consecutive heads:
@@ -23,6 +11,18 @@ the numbers are those of one part.
 
 Letters: B sequences, L positions of this rank, S positions of whole sequences, N query heads, G key/value heads,
 D features of a head, C context ranks.
+
+Attention of new tokens to a KV cache whose positions are divided among context ranks.
+
+    position p     context rank p mod c, slot p // c of its cache
+
+New queries, keys and values are gathered over the context ranks; each rank keeps the keys of its positions, attends all
+new queries to all that it keeps, and sends each rank the partial outputs of its tokens, which are merged by their
+log-sum-exp (Dao et al. 2022, arXiv:2205.14135).  So a prompt's keys are stored once, prefill and decode are one path
+for every exchange of training, and every rank computes the same number of scores.
+
+Letters: B sequences, W new tokens of each, L those of this rank, T slots of this rank's cache, N query heads,
+G key/value heads, D features of a head, C context ranks.
 """
 
 from __future__ import annotations

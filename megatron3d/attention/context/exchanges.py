@@ -1,8 +1,7 @@
-"""All-gather of keys and values over context ranks, as Llama 3 does (arXiv:2407.21783, section 3.3.2).
+"""Exchanges between context ranks: what each does with one part of the heads, forward and backward.
 
-With grouped queries keys and values are small; their gradients return by reduce-scatters.
-Letters: B sequences, L positions of this rank, S positions of whole sequences, N query heads, G key/value heads,
-D features of a head.
+All-gather of keys and values, as Llama 3 does (arXiv:2407.21783, section 3.3.2): with grouped queries keys and values
+are small; their gradients return by reduce-scatters.
 
 Ring attention (Liu et al. 2023, arXiv:2310.01889): keys and values move round the context ranks during attention.
 
@@ -13,16 +12,11 @@ The gradients of a block of keys and values travel with it, in fp32 or wider, an
 Half of a rank's own pairs are computed while the first block comes, the other half while its own gradients come home.
 On one rank there is no other step, and this is attention in chunks, whose memory grows with the length of sequences.
 
-Letters: B sequences, N query heads, G key/value heads, L positions of this rank, D features of a head.
-
 Exchange of positions for heads between context ranks (Jacobs et al. 2023, DeepSpeed-Ulysses, arXiv:2309.14509).
 
     [B, N, L, D]  of this rank's positions  ->  [B, N / c, S, D]  of all positions, in their order
 
 Tensors to exchange are blocks [c, B, N / c, L, D], one for each rank's heads.
-Letters: B sequences, N heads, L positions of a rank, S positions of all c ranks, D features of a head.
-
-What an exchange between context ranks does with one part of the heads, and the exchanges by rings and over heads.
 
 Letters: B sequences, L positions of this rank, S positions of all ranks that exchange heads, N query heads,
 G key/value heads, D features of a head.

@@ -18,7 +18,7 @@ arXiv:2311.09431):
     chunk of the sequence     0  1  2  3  4  5  6  7
     context rank              0  1  2  3  3  2  1  0
 
-Packed documents may be divided by their own work instead (`attention/context/plan.py`).  Everything that depends on
+Packed documents may be divided by their own work instead (`balanced_chunks`).  Everything that depends on
 a position takes it from `TokenOrder`: rotary and learned positions, labels, dropout masks.
 
 Steps of ring attention: which pairs of rows a rank multiplies when keys and values have moved s ranks further.

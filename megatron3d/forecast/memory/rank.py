@@ -3,8 +3,8 @@
     weights + master weights + gradients + optimizer + activations in flight + buffers + largest transient peak
 
 The sum is the peak of all tensors, give or take a layer's activations: the largest transient peak need not coincide
-with most microbatches in flight.  What the allocator holds on top is not included; what libraries hold outside of it
-is `libraries.py`'s.
+with most microbatches in flight.  What the allocator holds on top is not included, nor what libraries hold
+outside of it (`library_bytes`).
 
 Memory of a GPU that libraries hold outside torch's allocator: the CUDA context, and NCCL's communicators.
 

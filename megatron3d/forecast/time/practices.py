@@ -17,7 +17,7 @@ Neutral values leave a prediction as it is without them.
 Execution profile of a framework: the memory-bound kernels around its GEMMs, and which communication it overlaps.
 
 The profile of this framework is `OURS`.  Profiles of frameworks whose published step times validate the cost model
-differ from it in these numbers alone (`practices.py`).
+differ from it in these numbers alone.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class FittedTerms(BaseModel):
         activation_memory: bytes reserved for activations and transient tensors, relative to those tensors.
         logit_memory: bytes reserved for each logit of a whole microbatch, where the loss takes no chunks.
         gathered_memory: bytes reserved for gathered inputs of linears that a host launches ahead of its accelerator,
-            relative to those tensors (`reserved.py`).
+            relative to those tensors (`forecast/memory/rank.py`).
         spread: 10th and 90th percentile of measured over predicted step times in the held-out folds.
         memory_spread: the same of reserved over predicted bytes of memory.
     """
@@ -147,10 +147,10 @@ class ExecutionProfile:
         validates_later: with a split backward, ranks start their optimizer step without waiting for each other and
             validate the gradient norm later, so that the slowest rank's own time decides (Qi et al. 2023, section 4).
         stage_division: how layers are divided into pipeline stages: `balanced` as here, `equal`, or `filled` one after
-            another (`stage_division.py`).
+            another (`divided_as`).
         reduces_buckets: each bucket of gradients is reduced, and its weights all-gathered, with a latency of its own.
         bucket_itemsize: bytes of an element of buckets that hold all gradients a second time where ranks reduce them.
-        fitted: terms that are fitted to published runs (`practices.py`).
+        fitted: terms that are fitted to published runs (`FittedTerms`).
     """
 
     name: str
