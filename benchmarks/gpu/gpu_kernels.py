@@ -118,7 +118,7 @@ def stream_rows(place: Place) -> Iterator[Row]:
     yield {"kernel": "copy", "gb_s": 2 * x.nbytes / place.seconds(lambda: out.copy_(x)) / 1e9}
     yield {"kernel": "sum", "gb_s": SUM_ACCESSES * x.nbytes / place.seconds(lambda: torch.add(x, y, out=out)) / 1e9}
     flats = [[torch.rand(count, device=place.device)] for _ in range(4)]
-    group, config = ParamGroup(0.1, *flats[:2], states=tuple(flats[2:])), OptimizerConfig()
+    group, config = ParamGroup(0.1, flats[0], flats[1], (flats[2], flats[3])), OptimizerConfig()
     steps, skipped = torch.tensor(1.0, device=place.device), torch.tensor(0.0, device=place.device)
     took = place.seconds(lambda: update_fused(group, config, 1e-4, steps, skipped))
     yield {"kernel": "AdamW", "gb_s": RULES["adam"].moved_bytes * count / took / 1e9}

@@ -32,10 +32,12 @@ LOW_HALF = 0 if sys.byteorder == "little" else 1
 @torch.no_grad()
 def update_fused(group: ParamGroup, config: OptimizerConfig, lr: float, num_steps: Tensor, skipped: Tensor) -> None:
     """Update with torch's fused kernel; the moments must have the weights' dtype."""
+    exp_avgs, exp_avg_sqs = group.states
     adamw(
         group.mains,
         group.grads,
-        *group.states,
+        exp_avgs,
+        exp_avg_sqs,
         max_exp_avg_sqs=[],
         state_steps=[num_steps.clone() for _ in group.mains],
         fused=True,
@@ -120,7 +122,8 @@ def choose_update(config: OptimizerConfig, mains: Sequence[Tensor], moments: Seq
 
     Raises UserError where apex is configured, but NVIDIA's is not installed or does not support the device.
     """
-    name, main = config.adam_implementation, {weights.dtype for weights in mains}
+    name: str = config.adam_implementation
+    main = {weights.dtype for weights in mains}
     if {moment.dtype for moment in moments} - main:
         on_gpus = all(weights.is_cuda for weights in mains)
         name = "triton" if on_gpus and main == {torch.float32} and has_triton() else "chunked"

@@ -128,8 +128,8 @@ def test_restored_moments_and_steps_continue_exactly() -> None:
     for mine, theirs in zip(others.flat_buffers, buffers.flat_buffers, strict=True):
         mine.main.copy_(theirs.main)
     for which, moments in optimizer.state.items():
-        for mine, theirs in zip(continued.state[which], moments, strict=True):
-            mine.copy_(theirs)
+        for copy, moment in zip(continued.state[which], moments, strict=True):
+            copy.copy_(moment)
     continued.set_num_steps(optimizer.num_steps.item())
     optimizer.step(give_gradients(buffers, 2), 0.1)
     continued.step(give_gradients(others, 2), 0.1)

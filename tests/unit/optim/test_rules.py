@@ -26,11 +26,12 @@ from megatron3d.optim import rule_spec
 from megatron3d.optim.rule_spec import GroupSpec, StateTensor, UpdateRule
 from megatron3d.optim.update import ParamGroup, Update
 from megatron3d.runtime.process import fake_world
-from megatron3d.train.checkpointing import load_state, save_state
+from megatron3d.train.checkpointing import load_state
 from megatron3d.train.state import TrainState, build_state
 from megatron3d.train.state import connect as connect_processes
 from megatron3d.train.step import StepSettings, train_step
 from megatron3d.verify.dry_run import microbatches, run_rank
+from tests.support.checkpoints import save_state
 from tests.support.tiny_run import stored
 from tests.support.turn_ranks import connect, run_turns
 
@@ -168,7 +169,7 @@ def test_the_predicted_update_takes_what_its_bytes_or_its_flops_take(monkeypatch
 
 
 def test_groups_are_chosen_by_name_and_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a gradient of zero, weight decay is all that changes weights."""
+    """Weight decay is all that changes weights whose gradient is zero."""
     groups = (
         GroupSpec(False, lambda path, spec: path.startswith("embedding.")),
         GroupSpec(True, lambda path, spec: len(spec.layout) == 2),
