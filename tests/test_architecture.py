@@ -177,12 +177,7 @@ RULES: Mapping[str, tuple[Rule, tuple[str, ...], str]] = {
     "choice literal": (choice_literals, (*TABLES, *TYPED), 'mesh.coord("pipeline")'),
     "global": (global_statements, (), "def f():\n    global x"),
     "silent assert": (silent_asserts, (), "assert x"),
-    # The seven of a matmul are hooks that tests and modules pass in this order.
-    "many positional": (
-        many_positional,
-        ("megatron3d.linear.matmul",),
-        "def f(a, b, c, d, e, f, g): ...",
-    ),
+    "many positional": (many_positional, (), "def f(a, b, c, d, e, f, g): ..."),
     "long function": (long_functions, (), "def f():\n" + "    x\n" * MAX_FUNCTION_LINES),
 }
 

@@ -158,6 +158,7 @@ class Matmul:
         plan: MatmulPlan,
         comm: Comm,
         overlap: TPOverlap = OVERLAP_ALL,
+        *,
         main_grads: MainGrads | None = None,
         wgrads: WgradQueue | None = None,
         weight: PrefetchedWeight | None = None,

@@ -19,6 +19,7 @@ from megatron3d.attention.kv_cache import CacheView, KVCache
 from megatron3d.attention.rotary import RotaryTables, rotary_tables
 from megatron3d.comm.interface import Comm
 from megatron3d.data.packing import PLAIN, Packing, Starts
+from megatron3d.linear.gemm import NATIVE, Gemm
 from megatron3d.linear.main_grad import MainGrads, WgradQueue
 from megatron3d.linear.matmul import CompiledLinears
 from megatron3d.linear.overlap_plan import OVERLAP_ALL, TPOverlap
@@ -64,6 +65,7 @@ class GPT(nn.Module):
         norm_kernels: NormKernels = TORCH_NORMS,
         compiles: bool = False,
         context_exchange: str = CONTEXT_EXCHANGES[0],
+        gemm: Gemm = NATIVE,
     ) -> None:
         super().__init__()
         self.arch, self.mode = arch, mode
@@ -87,9 +89,10 @@ class GPT(nn.Module):
             recompute=recompute,
             overlap=overlap,
             norm_kernels=norm_kernels,
-            compiled=CompiledLinears(self.main_grads) if compiles else None,
+            compiled=CompiledLinears(self.main_grads, gemm) if compiles else None,
             context_exchange=context_exchange,
             routers=self.routers,
+            gemm=gemm,
         )
         self.recompute, self.offload = recompute, ActivationOffload()
         if EMBEDDING in self.specs:

@@ -93,7 +93,16 @@ class Linear(nn.Module):
         gemm = build.gemm
         weight = PrefetchedWeight(lambda: gemm.w(self.weight.detach()), plan, comm, overlap) if plan.w else None
         compiled = build.compiled.linear(lambda: self.weight) if build.compiled else None
-        self.matmul = Matmul(plan, comm, overlap, build.main_grads, build.wgrads, weight, compiled, gemm)
+        self.matmul = Matmul(
+            plan,
+            comm,
+            overlap,
+            main_grads=build.main_grads,
+            wgrads=build.wgrads,
+            weight=weight,
+            compiled=compiled,
+            gemm=gemm,
+        )
 
     def forward(self, x_MK: Tensor) -> Tensor:
         return self.matmul(x_MK, self.weight, self.bias)

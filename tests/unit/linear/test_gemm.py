@@ -11,10 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron3d.comm.process_comm import ProcessComm
+from megatron3d.config.model_defaults import resolve_architecture
+from megatron3d.config.schema import ModelConfig
 from megatron3d.linear import gemm
 from megatron3d.linear.gemm import (
     GEMMS,
     NATIVE,
+    Gemm,
     Kept,
     NativeGemm,
     Operand,
@@ -25,8 +28,12 @@ from megatron3d.linear.gemm import (
     uses_onednn,
 )
 from megatron3d.linear.matmul import Matmul, linear
+from megatron3d.model.gpt import GPT
+from megatron3d.model.stage_plan import StageAssignment, make_stages
+from megatron3d.ops.plan import LossChunk
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Mesh
+from megatron3d.parallel.modes import MODES, build_mode
 from tests.support.shards import every_group
 from tests.support.turn_ranks import run_turns
 from tests.unit.linear.test_matmul import cases, errors
@@ -182,3 +189,38 @@ def test_recipes_agree_in_every_role(recipe: NativeGemm, dtype: torch.dtype) -> 
     for found, expected in zip(roles(recipe), roles(NATIVE), strict=True):
         coarse = 2e-2 if dtype == torch.bfloat16 else 1e-12  # a CPU's kernel rounds dW to bf16 before main_grad
         torch.testing.assert_close(found, expected, rtol=coarse, atol=coarse)
+
+
+SIZES = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "ffn_hidden_size": 24, "seq_length": 6}
+
+
+def step(keys: dict[str, int], recipe: Gemm) -> list[Tensor]:
+    """Return loss and gradients of a model whose linears multiply by a recipe."""
+    arch = resolve_architecture(ModelConfig.model_validate(SIZES | keys), vocab_size=128)
+    mode = build_mode(next(iter(MODES)), None, (1,))
+    assignment = StageAssignment(make_stages([arch.num_layers]), (0,))
+    comm = ProcessComm(Mesh((("pipeline", 1), ("replica", 1), ("data", 1), *mode.axes)), ())
+    model = GPT(arch, mode, comm, assignment, LossChunk(5), gemm=recipe).to_empty(device="cpu").double()
+    for param in model.parameters():
+        param.data.copy_(normal(*param.shape) / 10)
+    model.routers.allocate(torch.device("cpu"))
+    tokens_BT = torch.arange(2 * 7).view(2, 7)
+    loss = model(assignment.stages[0], None, model.begin(tokens_BT, 12, all_tokens=12))
+    loss.sum().backward()
+    return [loss.detach(), *(param.grad for param in model.parameters() if param.grad is not None)]
+
+
+@pytest.mark.parametrize("keys", [{}, {"num_moe_experts": 4, "moe_router_topk": 2}], ids=["dense", "experts"])
+@pytest.mark.parametrize("recipe", [ScaledGemm(), GEMMS["reference"]], ids=["scaled", "reference"])
+def test_a_model_trains_by_any_recipe(recipe: Gemm, keys: dict[str, int]) -> None:
+    calls = []
+
+    class Counted(type(recipe)):  # type: ignore[misc]
+        def dw(self, dy: Operand, x: Operand, dtype: torch.dtype) -> Tensor:
+            calls.append(dtype)
+            return super().dw(dy, x, dtype)
+
+    found, expected = step(keys, Counted()), step(keys, NATIVE)
+    assert len(calls) == 2 * 4 if not keys else len(calls) >= 2 * (2 + 2 * 4), "every linear multiplies by the recipe"
+    for ours, native in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, native, rtol=1e-12, atol=1e-12)

@@ -42,7 +42,7 @@ class Chain:
             shard = partial(Operand, self.weights[index].detach())
             weight = PrefetchedWeight(shard, plan, self.diary, overlap)
             in_order.append((weight, lambda index=index: self.made_whole.append(index)))
-            self.matmuls.append(Matmul(plan, self.diary, overlap, None, self.grads, weight))
+            self.matmuls.append(Matmul(plan, self.diary, overlap, wgrads=self.grads, weight=weight))
         if overlap.weight_gather:
             prefetch_in_order(in_order)
 
