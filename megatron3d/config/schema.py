@@ -645,7 +645,6 @@ class TrainConfig(Section):
 class OptimizerConfig(Section):
     """Update rule of the weights and its learning-rate schedule."""
 
-    optimizer: Literal["adam"] = Field("adam", description="update rule: AdamW")
     lr: float = Field(3e-4, gt=0)
     min_lr: float = Field(0.0, ge=0)
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "cosine"
@@ -657,6 +656,7 @@ class OptimizerConfig(Section):
     lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = Field(
         "linear", description="shape of the WSD decay phase"
     )
+    optimizer: Literal["adam"] = Field("adam", description="update rule: AdamW")
     weight_decay: float = Field(0.1, ge=0)
     adam_beta1: float = Field(0.9, ge=0, lt=1)
     adam_beta2: float = Field(0.95, ge=0, lt=1)
