@@ -87,10 +87,10 @@ def test_nan_is_visible_in_every_output(config: Path, tmp_path: Path, monkeypatc
     """Non-finite loss, gradient and validation loss appear on the terminal, in metrics.jsonl and in tensorboard."""
     step = loop.train_step  # type: ignore[attr-defined]
 
-    def spoiled(state: TrainState, *rest: Any) -> Any:
+    def spoiled(state: TrainState, *rest: Any, **named: Any) -> Any:
         for flat in state.buffers.flat_buffers if state.iteration == 1 else ():
             flat.main.mul_(math.nan)
-        return step(state, *rest)
+        return step(state, *rest, **named)
 
     monkeypatch.setattr(loop, "train_step", spoiled)
     asked = [*in_run(f"{tmp_path}/run"), f"logging.tensorboard_dir={tmp_path}/events", "train.train_iters=2"]
