@@ -14,9 +14,7 @@ from megatron3d.config.cli import Arguments, parse_args, resolve, run_check
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.errors import ExitCode
 from megatron3d.runtime import process
-from megatron3d.runtime.program import outlive_readers
-from megatron3d.train.loop import StopSignal
-from megatron3d.train.run import StartupPhases
+from megatron3d.runtime.program import StartupPhases, StopSignal, outlive_readers
 
 
 def main() -> int:

@@ -28,10 +28,11 @@ from megatron3d.config.cli import resolve
 from megatron3d.parallel.mesh import Axes
 from megatron3d.pipeline.actions import Action
 from megatron3d.runtime import process
+from megatron3d.runtime.program import StartupPhases
 from megatron3d.train.build import build_run
 from megatron3d.train.monitor.monitor import Monitor
 from megatron3d.train.monitor.reports import job_of
-from megatron3d.train.run import Run, StartupPhases
+from megatron3d.train.run import Run
 from megatron3d.train.step import StepResult, train_step
 
 TARGET_MS, INTERVAL = 50.0, 10

@@ -37,10 +37,11 @@ from megatron3d.metrics.timers import Timers
 from megatron3d.model.group_plan import tied_links
 from megatron3d.model.spec import changed_fields
 from megatron3d.runtime.process import Runtime
+from megatron3d.runtime.program import StartupPhases
 from megatron3d.train.checkpointing import LoadOptions, SourceFormat, load_newest, load_state, source_of
 from megatron3d.train.monitor.profiling import check_memory_history, profile_folder, trace_folder
 from megatron3d.train.monitor.reports import check_built, describe_connections, startup_report
-from megatron3d.train.run import Run, StartupPhases
+from megatron3d.train.run import Run
 from megatron3d.train.state import TrainState, build_state, connect
 
 # Sequences whose documents stand for those of all, in predictions of a run.

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pydantic import JsonValue
@@ -23,29 +21,6 @@ from megatron3d.metrics.timers import Timers
 from megatron3d.runtime.process import Runtime
 from megatron3d.train.state import TrainState
 from megatron3d.train.step import StepSettings
-
-
-class StartupPhases:
-    """Names and durations of the startup phases, each printed when it ends."""
-
-    def __init__(self, printing: bool) -> None:
-        self.durations: list[tuple[str, float]] = []
-        self._printing = printing
-
-    @contextlib.contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        """Time the body as the phase `name`."""
-        begin = time.perf_counter()
-        yield
-        seconds = time.perf_counter() - begin
-        self.durations.append((name, seconds))
-        if self._printing:
-            print(f"> {name} ({seconds:.2f} s)", flush=True)
-
-    @property
-    def total_s(self) -> float:
-        """Total seconds of all phases."""
-        return sum(seconds for _, seconds in self.durations)
 
 
 @dataclass(frozen=True, kw_only=True)

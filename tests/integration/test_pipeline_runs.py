@@ -18,8 +18,8 @@ from megatron3d.errors import ExitCode
 from megatron3d.metrics.journal import read_journal
 from megatron3d.pipeline.schedules import SCHEDULES
 from megatron3d.runtime import process
+from megatron3d.runtime.program import StartupPhases
 from megatron3d.train.build import build_run
-from megatron3d.train.run import StartupPhases
 from tests.support.checkpoints import save_state
 from tests.support.pool import Pool
 from tests.support.tiny_run import evaluations, in_run, launch_ranks, run, run_as_rank, steps, stored, write_config

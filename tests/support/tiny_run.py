@@ -30,9 +30,9 @@ from megatron3d.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
 from megatron3d.errors import ExitCode
 from megatron3d.metrics.journal import read_journal
 from megatron3d.runtime import process
+from megatron3d.runtime.program import StartupPhases, StopSignal
 from megatron3d.train.build import build_run
-from megatron3d.train.loop import StopSignal, train
-from megatron3d.train.run import StartupPhases
+from megatron3d.train.loop import train
 from tests.support.processes import start
 
 ROOT = Path(__file__).parents[2]

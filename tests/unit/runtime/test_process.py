@@ -17,8 +17,7 @@ import torch
 from megatron3d.errors import ExitCode, UserError
 from megatron3d.runtime import process
 from megatron3d.runtime.launcher_env import LauncherEnv
-from megatron3d.train.loop import StopSignal
-from megatron3d.train.run import StartupPhases
+from megatron3d.runtime.program import StartupPhases, StopSignal
 from tests.support.processes import start
 
 LAUNCHER_VARIABLES = (
@@ -165,7 +164,7 @@ def _launch(body: str, folder: Path, world_size: int = 2) -> list[subprocess.Com
     """Run `body`, the body of a program's main, on every rank, without a launcher that would kill stragglers."""
     program = folder / "program.py"
     program.write_text(
-        "import sys\nfrom megatron3d.runtime import process\nfrom megatron3d.train.loop import StopSignal\n"
+        "import sys\nfrom megatron3d.runtime import process\nfrom megatron3d.runtime.program import StopSignal\n"
         "from megatron3d.errors import UserError\n\n\ndef main():\n"
         + textwrap.indent(textwrap.dedent(body), "    ")
         + "\n    return 0\n\n\nsys.exit(process.run_program(main))\n"
