@@ -93,10 +93,10 @@ def count(centred: bool) -> list[str]:
     kept = {name: getattr(triton_norm, name) for name in LAUNCHES}
 
     def noted(name: str) -> Callable[..., Any]:
-        def launch(*args: Any) -> Any:
+        def launch(*args: Any, **named: Any) -> Any:
             launched.append(name)
             with torch.utils._python_dispatch._disable_current_modes():
-                return kept[name](*args)
+                return kept[name](*args, **named)
 
         return launch
 
