@@ -134,6 +134,7 @@ PEERS = tuple(
     f"benchmarks.{name}"
     for name in (
         "checkpoint",
+        "checkpoint_index",
         "context",
         "data_parallel",
         "peers.dtensor_gpt",

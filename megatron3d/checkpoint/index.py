@@ -12,14 +12,16 @@ allocated before shapes and sizes agree with the files.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import json
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain, product
 from math import prod
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, JsonValue, TypeAdapter, ValidationError
 
 from megatron3d.data.corpus.stream import Cursor
 from megatron3d.errors import UserError
@@ -31,6 +33,7 @@ VERSION = 2
 # Largest index that is read; that of a trillion parameters on ten thousand ranks has a few hundred megabytes.
 MAX_BYTES = 2**30
 CHECKSUM = "^[0-9a-f]{16}$"
+STRICT = ConfigDict(extra="forbid", frozen=True, strict=True, ser_json_inf_nan="constants")
 # Name of a tensor: printable characters only.
 Name = Annotated[str, Field(pattern="^[!-~]{1,500}$")]
 # Most dims of a tensor, and numbers that fit into 63 bits: checking coverage takes 2^dims steps per box.
@@ -38,35 +41,32 @@ MAX_DIMS = 4
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
-# Iteration, metadata, and for each tensor its shape, dtype and boxes (box, file, key, checksum).
-PlainIndex = tuple[int, dict[str, JsonValue], Mapping[str, tuple[Shape, str, Sequence[tuple[Box, str, str, str]]]]]
+def _require_elements(box: Box) -> Box:
+    if any(low >= high for low, high in box):
+        raise ValueError("the box is empty")
+    return box
 
 
-class _IndexModel(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, ser_json_inf_nan="constants")
+@dataclass(frozen=True)
+class StoredBox:
+    """One stored box: its file in the checkpoint's folder, its key there, and its checksum; validated when read."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    box: Annotated[tuple[tuple[Count, Count], ...], Field(max_length=MAX_DIMS), AfterValidator(_require_elements)]
+    file: Annotated[str, Field(pattern=r"^rank_[0-9]{5,10}\.safetensors$")]
+    key: Annotated[str, Field(max_length=1000)]
+    checksum: Annotated[str, Field(pattern=CHECKSUM)]
 
 
-class StoredBox(_IndexModel):
-    """One stored box: its file in the checkpoint's folder, its key there, and its checksum."""
+@dataclass(frozen=True)
+class StoredTensor:
+    """A logical tensor and its stored boxes; validated when read."""
 
-    box: tuple[tuple[Count, Count], ...] = Field(max_length=MAX_DIMS)
-    file: str = Field(pattern=r"^rank_[0-9]{5,10}\.safetensors$")
-    key: str = Field(max_length=1000)
-    checksum: str = Field(pattern=CHECKSUM)
+    __pydantic_config__: ClassVar = STRICT
 
-    @field_validator("box")
-    @classmethod
-    def _require_elements(cls, box: Box) -> Box:
-        if any(low >= high for low, high in box):
-            raise ValueError("the box is empty")
-        return box
-
-
-class StoredTensor(_IndexModel):
-    """A logical tensor and its stored boxes."""
-
-    shape: tuple[Count, ...] = Field(max_length=MAX_DIMS)
-    dtype: str = Field(pattern="^[a-z0-9_]{1,20}$")
+    shape: Annotated[tuple[Count, ...], Field(max_length=MAX_DIMS)]
+    dtype: Annotated[str, Field(pattern="^[a-z0-9_]{1,20}$")]
     boxes: tuple[StoredBox, ...]
 
     def coverage_error(self) -> str | None:
@@ -81,8 +81,10 @@ class _Header(BaseModel):
     version: int
 
 
-class Index(_IndexModel):
+class Index(BaseModel):
     """Metadata of a checkpoint, and the location of every box of its tensors."""
+
+    model_config = STRICT
 
     format: str = FORMAT
     version: int = VERSION
@@ -96,32 +98,59 @@ class Index(_IndexModel):
         tensors = {name: tensor for name, tensor in self.tensors.items() if name.startswith(prefix)}
         return self.model_copy(update={"tensors": tensors})
 
-    def with_checksum(self) -> Index:
-        """Return the index with its checksum filled in."""
-        content = self.model_dump_json(exclude={"checksum"}).encode()
-        return self.model_copy(update={"checksum": xxhash.xxh3_64_hexdigest(content)})
+    def content(self) -> str:
+        """Return what the checksum is taken of, written tensor by tensor so that other threads can go on in between."""
+        start = self.model_copy(update={"tensors": {}}).model_dump_json(exclude={"checksum"}).removesuffix("{}}")
+        tensors = ",".join(
+            f"{json.dumps(name)}:{_TENSOR.dump_json(tensor).decode()}" for name, tensor in self.tensors.items()
+        )
+        return f"{start}{{{tensors}}}}}"
 
-    def plain(self) -> PlainIndex:
-        """Return the content as tuples, which a rank receives 20 times faster than it parses or unpickles models."""
-        tensors = {
-            name: (tensor.shape, tensor.dtype, [(box.box, box.file, box.key, box.checksum) for box in tensor.boxes])
-            for name, tensor in self.tensors.items()
-        }
-        return self.iteration, self.meta, tensors
+    def to_json(self) -> str:
+        """Return the content of `index.json`."""
+        content = self.content()
+        return f'{content[:-1]},"checksum":"{_checksum(content)}"}}'
+
+    def is_intact(self) -> bool:
+        """Return whether the content is what the checksum was taken of."""
+        return self.checksum == _checksum(self.content())
+
+    def packed(self) -> bytes:
+        """Return the content in lines: iteration and metadata, then a tensor each."""
+        return json.dumps([self.iteration, self.meta]).encode() + b"\n" + pack(self.tensors)
 
     @classmethod
-    def of_plain(cls, plain: PlainIndex, names: Iterable[str]) -> Index:
-        """Return the index of only some tensors from the `plain` content of one that has been checked."""
-        iteration, meta, known = plain
-        tensors: dict[str, StoredTensor] = {}
-        for name in (name for name in dict.fromkeys(names) if name in known):
-            shape, dtype, boxes = known[name]
-            stored = tuple(
-                StoredBox.model_construct(None, box=box, file=file, key=key, checksum=checksum)
-                for box, file, key, checksum in boxes
-            )
-            tensors[name] = StoredTensor.model_construct(None, shape=shape, dtype=dtype, boxes=stored)
-        return cls.model_construct(None, iteration=iteration, meta=meta, tensors=tensors)
+    def unpacked(cls, content: bytes, names: Iterable[str]) -> Index:
+        """Return the index of only some tensors from the `packed` content of one that has been checked."""
+        start, _, tensors = content.partition(b"\n")
+        iteration, meta = json.loads(start)
+        return cls.model_construct(None, iteration=iteration, meta=meta, tensors=unpack(tensors, set(names)))
+
+
+_TENSOR = TypeAdapter(StoredTensor)
+
+
+def _checksum(content: str) -> str:
+    return xxhash.xxh3_64_hexdigest(content.encode())
+
+
+def pack(tensors: Mapping[str, StoredTensor]) -> bytes:
+    """Return a line for each tensor: its name, a tab, and what is stored of it."""
+    boxes = {name: [(box.box, box.file, box.key, box.checksum) for box in each.boxes] for name, each in tensors.items()}
+    lines = (f"{name}\t{json.dumps([each.shape, each.dtype, boxes[name]])}" for name, each in tensors.items())
+    return "\n".join(lines).encode()
+
+
+def unpack(lines: bytes, names: Container[str] | None = None) -> dict[str, StoredTensor]:
+    """Return the tensors of `pack`, those of `names` only, without the time that it takes to validate them again."""
+    tensors: dict[str, StoredTensor] = {}
+    for line in lines.splitlines():
+        name, _, content = line.decode().partition("\t")
+        if names is None or name in names:
+            shape, dtype, boxes = json.loads(content)
+            stored = tuple(StoredBox(tuple((low, high) for low, high in box), *place) for box, *place in boxes)
+            tensors[name] = StoredTensor(tuple(shape), dtype, stored)
+    return tensors
 
 
 def merge_tensors(parts: Iterable[Mapping[str, StoredTensor]]) -> dict[str, StoredTensor]:
@@ -135,8 +164,7 @@ def merge_tensors(parts: Iterable[Mapping[str, StoredTensor]]) -> dict[str, Stor
             assert same, f"ranks disagree on {name}: {known.shape} {known.dtype}, {tensor.shape} {tensor.dtype}"
             boxes.setdefault(name, []).extend(tensor.boxes)
     merged = {
-        name: StoredTensor(shape=tensor.shape, dtype=tensor.dtype, boxes=tuple(boxes[name]))
-        for name, tensor in sorted(merged.items())
+        name: StoredTensor(tensor.shape, tensor.dtype, tuple(boxes[name])) for name, tensor in sorted(merged.items())
     }
     flaws = [f"{name}: {found}" for name, tensor in merged.items() if (found := tensor.coverage_error())]
     assert not flaws, f"the ranks' pieces do not make whole tensors: {'; '.join(flaws)}"
@@ -156,7 +184,7 @@ def read_index(folder: Path) -> Index:
         index = Index.model_validate_json(content)
     except ValidationError as error:
         raise UserError(*(f"checkpoint {folder}: {FILE_NAME} is damaged: {text}" for text in _causes(error))) from error
-    if index.with_checksum().checksum != index.checksum:
+    if not index.is_intact():
         raise UserError(f"checkpoint {folder}: {FILE_NAME} is damaged: it is not what its checksum was taken of")
     return index
 
@@ -206,10 +234,21 @@ def coverage_error(shape: Shape, boxes: Iterable[Box]) -> str | None:
         inside = len(box) == len(shape) and all(0 <= a <= b <= n for (a, b), n in zip(box, shape, strict=True))
         if not inside:
             return f"box {box_text(box)} is not inside a tensor of {list(shape)}"
+    if _is_grid(shape, boxes):
+        return None
     point, times = _first_miscovered(shape, boxes) or (None, 1)
     if point is None:
         return None
     return f"elements {box_text(_uniform_region(shape, boxes, point))} are in {times} boxes instead of one"
+
+
+def _is_grid(shape: Shape, boxes: Sequence[Box]) -> bool:
+    """Return whether the boxes are all the products of intervals that divide each dim, as ranks write them."""
+    dims = [sorted({box[dim] for box in boxes}) for dim in range(len(shape))]
+    divided = (
+        [0, *(high for _, high in dim)] == [*(low for low, _ in dim), n] for dim, n in zip(dims, shape, strict=True)
+    )
+    return len(set(boxes)) == len(boxes) == prod(map(len, dims)) and all(divided)
 
 
 def _first_miscovered(shape: Shape, boxes: Iterable[Box]) -> tuple[tuple[int, ...], int] | None:

@@ -10,7 +10,7 @@ that need a part of a box reads it whole and verifies it, so that every byte is 
 
 Loading of a checkpoint by all ranks of a run: the index is parsed once, and every byte is read and verified once.
 
-    rank 0                  index.json -> parsed, checked -> broadcast as tuples
+    rank 0                  index.json -> parsed, checked -> broadcast in lines, of which a rank parses what it needs
     replica 0 of 2          | a a a . . . |   reads half of the boxes that both need, and verifies them
     replica 1 of 2          | . . . b b b |   reads the other half
     both, after the sum     | a a a b b b |   the elements that a rank has not read are 0
@@ -36,7 +36,6 @@ from torch import Tensor
 from megatron3d.checkpoint.index import (
     FILE_NAME,
     Index,
-    PlainIndex,
     StoredBox,
     StoredTensor,
     intersection,
@@ -45,7 +44,7 @@ from megatron3d.checkpoint.index import (
 )
 from megatron3d.checkpoint.pieces import Piece, checksum, dtype_name
 from megatron3d.comm.interface import Comm, ObjectCollectives
-from megatron3d.comm.objects import on_rank_0, run_on_all_ranks
+from megatron3d.comm.objects import broadcast_bytes, run_on_all_ranks
 from megatron3d.errors import UserError
 from megatron3d.parallel.layout import Box, box_shape
 from megatron3d.parallel.mesh import Axes
@@ -283,22 +282,26 @@ _WORDS = {4: torch.int32, 8: torch.int64}
 
 def read_index_on_all_ranks(
     folder: Path,
-    comm: ObjectCollectives,
+    comm: Comm,
     names: Iterable[str],
     prefix: str = "",
     read: Callable[[Path], Index] | None = None,
+    device: torch.device | None = None,
 ) -> Index:
-    """Return the index of the tensors `names`, which rank 0 reads, perhaps with `read`, and broadcasts.
+    """Return the index of the tensors `names`, which rank 0 reads, perhaps with `read`, and sends to all.
 
-    All ranks raise UserError if the index is missing or damaged, for tensors whose names start with `prefix`.
+    All ranks raise UserError if the index is missing or damaged, for tensors whose names start with `prefix`.  It has
+    20 MB for a large model on thousands of ranks: the collectives of tensors on `device` (None: the CPU) send it.
     """
+    packed: list[bytes] = []
 
-    def parse() -> PlainIndex:
+    def parse() -> None:
         index = (read or read_index)(folder)
         raise_if_damaged(folder, find_index_damage(index.with_prefix(prefix)))
-        return index.plain()
+        packed.append(index.packed())
 
-    return Index.of_plain(on_rank_0(comm, parse), names)
+    run_on_all_ranks(comm, lambda: parse() if comm.mesh.rank == 0 else None)
+    return Index.unpacked(broadcast_bytes(comm, packed[0] if packed else b"", device or torch.device("cpu")), names)
 
 
 def load_on_all_ranks(

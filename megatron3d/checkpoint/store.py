@@ -21,7 +21,16 @@ from typing import BinaryIO
 import xxhash
 from pydantic import JsonValue
 
-from megatron3d.checkpoint.index import FILE_NAME, Index, StoredBox, StoredTensor, merge_tensors, read_index
+from megatron3d.checkpoint.index import (
+    FILE_NAME,
+    Index,
+    StoredBox,
+    StoredTensor,
+    merge_tensors,
+    pack,
+    read_index,
+    unpack,
+)
 from megatron3d.checkpoint.pieces import CHUNK_BYTES, DTYPES, Piece, dtype_name, raw_bytes
 from megatron3d.checkpoint.publish import (
     explain_write_errors,
@@ -119,21 +128,19 @@ def _begin(folder: Path) -> None:
         make_temporary_folder(folder)
 
 
-def _write(folder: Path, rank: int, pieces: Iterable[Piece]) -> dict[str, StoredTensor]:
-    """Write this rank's file; return its boxes by tensor."""
+def _write(folder: Path, rank: int, pieces: Iterable[Piece]) -> bytes:
+    """Write this rank's file; return its boxes by tensor, packed, of which rank 0 receives those of all ranks."""
     if not temporary_folder(folder).is_dir():
         unseen = f"checkpoint.save={folder.parent}: some ranks do not see the folder that rank 0 made there"
         raise UserError(f"{unseen}; save to a file system that all nodes share")
     with explain_write_errors(folder):
-        return write_boxes(temporary_folder(folder) / f"rank_{rank:05d}.safetensors", pieces)
+        return pack(write_boxes(temporary_folder(folder) / f"rank_{rank:05d}.safetensors", pieces))
 
 
-def _finish(
-    folder: Path, iteration: int, meta: Mapping[str, JsonValue], written: list[dict[str, StoredTensor]]
-) -> None:
-    index = Index(iteration=iteration, meta=dict(meta), tensors=merge_tensors(written)).with_checksum()
+def _finish(folder: Path, iteration: int, meta: Mapping[str, JsonValue], written: list[bytes]) -> None:
+    index = Index(iteration=iteration, meta=dict(meta), tensors=merge_tensors(map(unpack, written)))
     with explain_write_errors(folder):
-        write_text(temporary_folder(folder) / FILE_NAME, index.model_dump_json())
+        write_text(temporary_folder(folder) / FILE_NAME, index.to_json())
         publish(folder, iteration)
 
 

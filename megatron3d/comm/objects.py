@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron3d.comm.interface import ObjectCollectives
+from megatron3d.comm.interface import Comm, ObjectCollectives
 from megatron3d.errors import UserError
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.runtime.machine import CPU_BACKEND
@@ -179,6 +179,21 @@ def on_rank_0(comm: ObjectCollectives, action: Callable[[], T]) -> T:
     run_on_all_ranks(comm, lambda: results.append(action()) if comm.mesh.rank == 0 else None)
     result: T = comm.broadcast_object(results[0] if results else None)
     return result
+
+
+def broadcast_bytes(comm: Comm, content: bytes, device: torch.device) -> bytes:
+    """Return rank 0's bytes on every rank, sent by the collectives of tensors on `device`, however many they are.
+
+    Every rank sends and receives about twice their number per part of the mesh that has a group; rank 0 no more.
+    """
+    if comm.mesh.world_size == 1:
+        return content
+    size: int = comm.broadcast_object(len(content))
+    words = torch.zeros(-(-size // 4), dtype=torch.int32)
+    if comm.mesh.rank == 0:
+        words.view(torch.uint8)[:size] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    total = comm.all_reduce(words.to(device), comm.mesh.names).wait()  # of one rank's words and zeros
+    return total.cpu().view(torch.uint8)[:size].numpy().tobytes()
 
 
 def _collect_failures(gathered: list[tuple[object, tuple[str, ...], str | None]]) -> tuple[list[str], list[str]]:

@@ -290,11 +290,11 @@ def read_hub_index(folder: Path) -> Index:
         stored = weights.stored(tensor.name)
         for rows in tensor.row_ranges():
             key = f"{_place_key(rows.place)}:{stored.name}"
-            box = StoredBox.model_construct(None, box=rows.box, file=stored.file.name, key=key, checksum="")
+            box = StoredBox(rows.box, stored.file.name, key, checksum="")
             name = f"model.{rows.name}"
             others = tensors[name].boxes if name in tensors else ()
             dtype = dtype_name(stored.dtype)
-            tensors[name] = StoredTensor.model_construct(None, shape=rows.shape, dtype=dtype, boxes=(*others, box))
+            tensors[name] = StoredTensor(rows.shape, dtype, (*others, box))
     found = folder_tokenizer(folder)
     meta = weights_meta(arch, found and build_tokenizer(*found).fingerprint, model_type)
     return Index.model_construct(None, iteration=0, meta=meta.model_dump(), tensors=tensors)

@@ -131,7 +131,8 @@ def try_load(
     try:
         names = {piece.name for piece in pieces}
         prefix = "" if options.optimizer else "model."
-        index = read_index_on_all_ranks(folder, comm, names, prefix, options.source.read_index)
+        device = buffers.flat_buffers[0].main.device
+        index = read_index_on_all_ranks(folder, comm, names, prefix, options.source.read_index, device)
     except UserError as error:
         if options.source.is_foreign:  # there is no older checkpoint to try
             raise

@@ -82,7 +82,7 @@ def _send(number: signal.Signals) -> Callable[[], None]:
 PARSE = "megatron3d.metrics.journal._parse"
 DEFECTS: Mapping[str, Defect] = {
     "index without checksum": Defect(
-        "checkpoint", "megatron3d.checkpoint.index.Index.with_checksum", lambda _: lambda index: index, "wrong data"
+        "checkpoint", "megatron3d.checkpoint.index.Index.is_intact", lambda _: lambda index: True, "wrong data"
     ),
     "boxes without checksums": Defect(
         "safetensors", "megatron3d.checkpoint.read.checksum", lambda _: lambda box: _Equal(), "wrong data"

@@ -28,7 +28,7 @@ def edit(folder, change):
     index = json.loads(path.read_text())
     change(index)
     try:
-        path.write_text(Index.model_validate(index, strict=False).with_checksum().model_dump_json())
+        path.write_text(Index.model_validate(index, strict=False).to_json())
     except ValidationError:
         path.write_text(json.dumps(index))
 

@@ -163,3 +163,27 @@ def test_ranks_that_need_a_part_divide_the_verification(tmp_path):
     halves = [[(((low, low + 4),), pieces[0])] for low in (0, 4)]
     counts = [sum(read._has_chosen_element(each.boxes[0], half) for each in tensors) for half in halves]
     assert sum(counts) == boxes and min(counts) > boxes // 4
+
+
+def test_the_store_carries_no_index(tmp_path, monkeypatch):
+    """Rank 0's store serves all ranks: catches an index that is sent as a Python object."""
+    pieces = [Piece(f"w{i}", (8,), ((0, 8),), torch.rand(8)) for i in range(500)]
+    folder = save(tmp_path, 1, pieces, {}, make_comm(ALONE, AXES))
+    assert (folder / "index.json").stat().st_size > 50_000
+
+    def ask(rank, world_size):
+        comm, sent = make_comm(TENSOR_4.at(rank), AXES), []
+        broadcast = comm.broadcast_object
+
+        def count(value):
+            sent.append(len(repr(value)))
+            return broadcast(value)
+
+        monkeypatch.setattr(comm, "broadcast_object", count)
+        index = loading.read_index_on_all_ranks(folder, comm, [f"w{rank}", "w7", "absent"])
+        return set(index.tensors), index.tensors["w7"] == read_index(folder).tensors["w7"], sum(sent)
+
+    assert all(
+        (names, equal) == ({f"w{rank}", "w7"}, True) and size < 200
+        for rank, (names, equal, size) in enumerate(run_turns(ask, 4))
+    )

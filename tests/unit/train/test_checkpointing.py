@@ -17,7 +17,7 @@ NAN, INFINITE = float("nan"), float("inf")
 def saved_with(folder: Path, **counters: Any) -> Meta:
     """Write and read an index with these counters and a right checksum."""
     meta = {"model": {}, "identity": {}, **COUNTERS, **counters}
-    (folder / "index.json").write_text(Index(iteration=3, meta=meta, tensors={}).with_checksum().model_dump_json())
+    (folder / "index.json").write_text(Index(iteration=3, meta=meta, tensors={}).to_json())
     return read_meta(folder)
 
 
