@@ -155,7 +155,11 @@ def compare_transformers(
 
     wide = torch.float64 if has_experts else torch.float32
     # Its other ways to compute experts know no fp64; before version 5 there was one.
-    eager = {"experts_implementation": "eager"} if has_experts and _major(transformers.__version__) >= 5 else {}
+    eager = (
+        {"experts_implementation": "eager"}
+        if has_experts and int(transformers.__version__.partition(".")[0]) >= 5
+        else {}
+    )
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
         folder, local_files_only=True, trust_remote_code=False, dtype=wide, **eager
     )
@@ -164,10 +168,6 @@ def compare_transformers(
     theirs = model.eval()(tokens_BS, use_cache=False).logits.double()[..., rows_V]
     name = "fp64" if has_experts else "fp32"
     return _agreement(f"transformers {transformers.__version__} in {name}", ours_BSV, theirs, TRANSFORMERS_TOLERANCE)
-
-
-def _major(version: str) -> int:
-    return int(version.partition(".")[0])
 
 
 def _agreement(witness: str, ours: Tensor, theirs: Tensor, tolerance: float) -> LogitComparison:

@@ -215,7 +215,7 @@ def _layer_obstacles(arch: Architecture, hub_type: ModelType) -> Iterator[str]:
 
 def _computed(values: HubConfig, hub_type: ModelType) -> dict[str, object]:
     """Return the values that follow from others; of values that our schema refuses none."""
-    numbers = all(isinstance(values[name], int | float) for name in ("hidden_size",))
+    numbers = isinstance(values["hidden_size"], int | float)
     return {name: of(values.__getitem__) for name, of in hub_type.computed.items() if numbers}
 
 
@@ -225,15 +225,9 @@ def _lost_values(arch: Architecture, hub_type: ModelType) -> Iterator[str]:
         if getattr(arch, name) == value:
             back = show(hub_type.fixed[name])
             yield f"model.{name}={show(value)}: the tensors are written as zeros; a conversion back will say {back}"
-    known_names = {
-        *hub_type.fields,
-        *hub_type.fixed,
-        "activation",
-        "padded_vocab_size",
-        "num_query_groups",
-        "kv_channels",
-    }
-    known_names |= {"experts", "balance", "rotary_scaling", "no_rope_freq", "window", "window_pattern", *SWITCHES}
+    known_names = {*hub_type.fields, *hub_type.fixed, "activation", "padded_vocab_size", "num_query_groups"}
+    known_names |= {"kv_channels", "experts", "balance", "rotary_scaling", "no_rope_freq", "window", "window_pattern"}
+    known_names |= {*SWITCHES}
     known_names.add("mtp_loss_scaling_factor")  # a factor of training only, without effect where mtp_num_layers is 0
     known_names |= set() if hub_type.has_rope else {"rotary_base"}
     for name in (field.name for field in fields(arch) if field.name not in known_names):

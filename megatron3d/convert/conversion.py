@@ -113,7 +113,8 @@ def from_hub(request: ConversionRequest) -> ConversionReport:
         notes = keep_token_ids(settings, request.source, folder, tokenizer.vocab_size) if name else []
         meta = weights_meta(arch, tokenizer.fingerprint, model_type)
         pieces = _pieces(table, weights, request.dtype)
-        checkpoint = store.save(folder, 0, pieces, meta.model_dump(), _alone())
+        alone = ProcessComm(Mesh(tuple((axis, 1) for axis in (PIPELINE, *DATA)), 0), ())
+        checkpoint = store.save(folder, 0, pieces, meta.model_dump(), alone)
         data = DataConfig.model_validate({"tokenizer_type": kind, "tokenizer_model": name})
         train = Config().train.model_copy(update={"precision": stored_precision(weights, request.dtype)})
         config = Config(model=model, train=train, data=data)
@@ -275,11 +276,7 @@ def _data_section(request: ConversionRequest, checkpoint: Path) -> DataConfig:
 
 
 def _write_record(
-    folder: Path,
-    request: ConversionRequest,
-    agreements: Sequence[LogitComparison],
-    arch: Architecture,
-    model_type: str,
+    folder: Path, request: ConversionRequest, agreements: Sequence[LogitComparison], arch: Architecture, model_type: str
 ) -> None:
     """Write the inputs and results of the comparison to conversion.json, so that it can be repeated."""
     tokens = compare.stored_inputs(arch.vocab_size, arch.max_position_embeddings)
@@ -295,10 +292,6 @@ def _origins(source: Path) -> dict[str, str]:
     return {
         f"{section}.{name}": by_section.get(section, "default") for section, names in SECTIONS.items() for name in names
     }
-
-
-def _alone() -> ProcessComm:
-    return ProcessComm(Mesh(((PIPELINE, 1), *((axis, 1) for axis in DATA)), 0), ())
 
 
 def write_start(request: ConversionRequest) -> ConversionReport:

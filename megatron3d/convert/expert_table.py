@@ -1,8 +1,8 @@
-"""Model types of Hugging Face whose layers have experts, with ordinary attention; for DeepSeek's: `deepseek_table.py`.
+"""Model types of Hugging Face whose layers have experts, DeepSeek's with latent attention included.
 
-Experts in config.json: their number and sizes, the router's choice, and the layers that have them.
+    num_experts = 128, num_experts_per_tok = 8, norm_topk_prob = true        model.num_moe_experts = 128, ...
 
-num_experts = 128, num_experts_per_tok = 8, norm_topk_prob = true        model.num_moe_experts = 128, ...
+Multi-head latent attention: DeepSeek-AI 2024 (arXiv:2412.19437).
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ from megatron3d.convert.fields import (
     show,
 )
 from megatron3d.convert.llama_table import (
-    ATTENTION_BIAS,
-    COMMON,
-    GATED,
+    MLP_BIAS,
     NO_BIAS,
-    NO_WINDOWS,
-    ROPE_NORM,
+    NO_CLIPPING,
+    WHOLE_PRODUCTS,
+    Sizes,
     every,
     rotary_fields,
-    rotary_obstacles,
+    rotary_type,
 )
 from megatron3d.experts.spec import Experts
 from megatron3d.model.spec import Architecture, has_experts
@@ -84,11 +83,6 @@ class ExpertFields:
         listed = (_DENSE, _STEP) if self.lists_dense else ()
         others = self.gated_shared, self.scale, self.first_dense
         return (*(field[0] for field in (*given, *others) if field), *listed)
-
-    @property
-    def can_be_raw(self) -> bool:
-        """Whether the weights of chosen experts can be their shares of all scores."""
-        return self.score == "softmax" and (self.normalizes is not None or not self.is_normalized)
 
     def keys(self) -> DerivedKeys:
         """Return what converts the fields in both directions."""
@@ -214,22 +208,15 @@ class ExpertFields:
 
     def _router_obstacles(self, experts: Experts) -> Iterator[str]:
         shared, ffn, gated = experts.shared_ffn_hidden_size, experts.ffn_hidden_size, self.gated_shared is not None
+        # Whether the weights of chosen experts can be their shares of all scores.
+        can_be_raw = self.score == "softmax" and (self.normalizes is not None or not self.is_normalized)
+        router_bias, bias = experts.has_router_bias, experts.has_expert_bias
         wrong: Sequence[tuple[bool, str, Any, str]] = (
             (experts.score_function != self.score, "router_score_function", experts.score_function, self.score),
-            (experts.pre_softmax and not self.can_be_raw, "router_pre_softmax", True, "false"),
+            (experts.pre_softmax and not can_be_raw, "router_pre_softmax", True, "false"),
             (not (experts.pre_softmax or self.is_normalized), "router_pre_softmax", False, "true"),
-            (
-                experts.has_router_bias != self.has_router_bias,
-                "router_bias",
-                experts.has_router_bias,
-                show(self.has_router_bias),
-            ),
-            (
-                experts.has_expert_bias != self.has_bias,
-                "router_enable_expert_bias",
-                experts.has_expert_bias,
-                show(self.has_bias),
-            ),
+            (router_bias != self.has_router_bias, "router_bias", router_bias, show(self.has_router_bias)),
+            (bias != self.has_bias, "router_enable_expert_bias", bias, show(self.has_bias)),
             (experts.has_shared_gate != gated, "shared_expert_gate", experts.has_shared_gate, show(gated)),
             (experts.num_groups is not None and self.groups is None, "router_num_groups", experts.num_groups, "none"),
             (experts.scaling_factor != 1 and not self.scale, "router_topk_scaling_factor", experts.scaling_factor, "1"),
@@ -250,6 +237,41 @@ def _group_of_two(experts: Experts) -> bool:
     return groups is not None and kept is not None and max(experts.topk // kept, 1) != 2
 
 
+_LATENT_EPSILON = 1e-6
+
+
+def _read_sizes(settings: HubConfig) -> tuple[dict[str, JsonValue], list[str]]:
+    """Return a problem for each field of heads that contradicts the sizes of latent attention."""
+    heads, rotated = settings.get("num_attention_heads"), settings.get("qk_rope_head_dim", 64)
+    plain = settings.get("qk_nope_head_dim", 128)
+    wanted: dict[str, JsonValue] = {"num_key_value_heads": heads, "head_dim": rotated}
+    if isinstance(plain, int) and isinstance(rotated, int):
+        wanted["qk_head_dim"] = plain + rotated
+    return {}, [
+        f"{name}={show(settings[name])}: latent attention has {show(value)} by its other sizes; use that"
+        for name, value in wanted.items()
+        if value is not None and settings.get(name) not in (None, value)
+    ]
+
+
+def _write_sizes(arch: Architecture) -> dict[str, JsonValue]:
+    heads: dict[str, JsonValue] = {
+        "num_key_value_heads": arch.num_attention_heads,
+        "head_dim": arch.qk_pos_emb_head_dim,
+    }
+    return {**heads, "qk_head_dim": arch.key_size}
+
+
+def _size_obstacles(arch: Architecture) -> Iterator[str]:
+    if arch.num_query_groups != arch.num_attention_heads:
+        yield f"num_query_groups={arch.num_query_groups}: latent attention has one per head, {arch.num_attention_heads}"
+    if arch.is_latent and arch.kv_channels != max(arch.key_size, arch.value_size):
+        yield f"kv_channels={arch.kv_channels}: heads have qk_head_dim + qk_pos_emb_head_dim and v_head_dim channels"
+
+
+_SIZES = DerivedKeys(("num_key_value_heads", "head_dim", "qk_head_dim"), (), _read_sizes, _write_sizes, _size_obstacles)
+
+
 _MIXTRAL = ExpertFields(("num_local_experts", 8), ("num_experts_per_tok", 2), ("intermediate_size", 14336))
 _QWEN2 = ExpertFields(
     ("num_experts", 60),
@@ -267,10 +289,7 @@ _QWEN3 = ExpertFields(
     lists_dense=True,
 )
 _OLMOE = ExpertFields(
-    ("num_experts", 64),
-    ("num_experts_per_tok", 8),
-    ("intermediate_size", 2048),
-    normalizes=("norm_topk_prob", False),
+    ("num_experts", 64), ("num_experts_per_tok", 8), ("intermediate_size", 2048), normalizes=("norm_topk_prob", False)
 )
 _GLM = ExpertFields(
     ("n_routed_experts", 128),
@@ -290,6 +309,30 @@ _GPT_OSS = ExpertFields(
 )
 
 
+_DEEPSEEK2 = ExpertFields(
+    ("n_routed_experts", 64),
+    ("num_experts_per_tok", None),
+    ("moe_intermediate_size", 1407),
+    shared=("n_shared_experts", 2),
+    is_normalized=False,
+    scale=("routed_scaling_factor", 1.0),
+    first_dense=("first_k_dense_replace", 0),
+)
+_DEEPSEEK3 = ExpertFields(
+    ("n_routed_experts", 256),
+    ("num_experts_per_tok", 8),
+    ("moe_intermediate_size", 2048),
+    score="sigmoid",
+    has_bias=True,
+    shared=("n_shared_experts", 1),
+    normalizes=("norm_topk_prob", True),
+    groups=("n_group", 8),
+    kept_groups=("topk_group", 4),
+    scale=("routed_scaling_factor", 2.5),
+    first_dense=("first_k_dense_replace", 3),
+)
+
+
 def _described_positions(settings: HubConfig) -> tuple[dict[str, JsonValue], list[str]]:
     """Return a problem where positions are not described: the default of gpt-oss is a scaling of its own."""
     if settings.get("rope_parameters") is None and settings.get("rope_scaling") is None:
@@ -299,141 +342,146 @@ def _described_positions(settings: HubConfig) -> tuple[dict[str, JsonValue], lis
     return {}, []
 
 
+_LATENT = {"multi_latent_attention": True, "qk_layernorm": False, "norm_epsilon": _LATENT_EPSILON}
+_LATENT_RULES = {
+    "rms_norm_eps": AllowedValues(
+        (_LATENT_EPSILON,), "norms of latents have this epsilon, and all norms the same here"
+    ),
+    **WHOLE_PRODUCTS,
+}
+
+
+def _latent_type(
+    class_name: str,
+    sizes: Sizes,
+    others: Mapping[str, FieldMapping | JsonValue],
+    fixed: Mapping[str, object],
+    rules: Mapping[str, AllowedValues],
+    experts: ExpertFields,
+    **more: Any,
+) -> ModelType:
+    """Return a model type with latent attention."""
+    fields = rotary_fields(
+        sizes,
+        ("num_query_groups", "kv_channels", "norm_epsilon"),
+        q_lora_rank=1536,
+        kv_lora_rank=512,
+        qk_head_dim=FieldMapping(("qk_nope_head_dim",), 128),
+        qk_pos_emb_head_dim=FieldMapping(("qk_rope_head_dim",), 64),
+        v_head_dim=128,
+        add_bias_linear=False,
+        **others,
+    )
+    return rotary_type(
+        class_name,
+        fields,
+        {**_LATENT, **fixed},
+        {**_LATENT_RULES, **rules},
+        obstacles=lambda arch: iter(()),
+        derived=(_SIZES, experts.keys()),
+        has_mscale=True,
+        constants={"rms_norm_eps": _LATENT_EPSILON},
+        **more,
+    )
+
+
+_EVERY_LAYER = AllowedValues((1, None), "every layer behind the first ones has experts")
+_GREEDY = AllowedValues((1, None), "a greedy choice knows no groups")
+_READER = "which layers have windows depends on the reader"
 EXPERT_TYPES: Mapping[str, ModelType] = {
-    "mixtral": ModelType(
-        class_name="MixtralForCausalLM",
-        family="llama",
-        fields=rotary_fields(
-            14336,
-            131072,
-            num_query_groups=FieldMapping(("num_key_value_heads",), 8),
-            norm_epsilon=FieldMapping(("rms_norm_eps",), 1e-5),
-            rotary_base=FieldMapping(("rope_theta",), 1000000.0),
-        ),
-        activation=GATED,
-        fixed={**ROPE_NORM, **NO_BIAS, "qk_layernorm": False},
-        obstacles=rotary_obstacles,
-        rules={**COMMON, "router_jitter_noise": AllowedValues((0, 0.0, None), "tokens reach the router as they are")},
-        windows=Windows(None),
+    "deepseek_v2": _latent_type(
+        "DeepseekV2",
+        (32, 4096, 11008, 32, None, None, 2048, 102400),
+        {"add_mlp_bias": MLP_BIAS},
+        {"rotary_interleaved": True},
+        {
+            "topk_method": AllowedValues(("greedy", None), "scores of groups are sums, not the largest in each"),
+            "scoring_func": AllowedValues(("softmax", None), "its scores are softmax"),
+            "norm_topk_prob": AllowedValues((False, None), "its weights are not divided by their sum"),
+            "n_group": _GREEDY,
+            "topk_group": _GREEDY,
+            "moe_layer_freq": _EVERY_LAYER,
+        },
+        _DEEPSEEK2,
+    ),
+    "deepseek_v3": _latent_type(
+        "DeepseekV3",
+        (61, 7168, 18432, 128, None, None, 4096, 129280),
+        {"rotary_interleaved": FieldMapping(("rope_interleave",), True), "mtp_num_layers": 1},
+        {"add_mlp_bias": False},
+        {
+            "topk_method": AllowedValues(("noaux_tc", None), "experts are chosen by scores and biases"),
+            "scoring_func": AllowedValues(("sigmoid", None), "its scores are sigmoids"),
+            "moe_layer_freq": _EVERY_LAYER,
+        },
+        _DEEPSEEK3,
+        aliases={"num_nextn_predict_layers": "num_mtp_layers"},
+    ),
+    "mixtral": rotary_type(
+        "Mixtral",
+        rotary_fields((32, 4096, 14336, 32, 8, None, 131072, 32000), norm_epsilon=1e-5, rotary_base=1000000.0),
+        {**NO_BIAS, "qk_layernorm": False},
+        {"router_jitter_noise": AllowedValues((0, 0.0, None), "tokens reach the router as they are")},
+        Windows(None),
         derived=(_MIXTRAL.keys(),),
     ),
-    "gpt_oss": ModelType(
-        class_name="GptOssForCausalLM",
-        family="llama",
-        fields=rotary_fields(
-            2880,
-            131072,
-            num_layers=FieldMapping(("num_hidden_layers",), 36),
-            hidden_size=FieldMapping(("hidden_size",), 2880),
-            num_attention_heads=FieldMapping(("num_attention_heads",), 64),
-            num_query_groups=FieldMapping(("num_key_value_heads",), 8),
-            kv_channels=FieldMapping(("head_dim",), 64),
-            vocab_size=FieldMapping(("vocab_size",), 201088),
-            norm_epsilon=FieldMapping(("rms_norm_eps",), 1e-5),
-            rotary_base=FieldMapping(("rope_theta",), 150000.0),
-            add_bias_linear=FieldMapping(("attention_bias",), True),
+    "gpt_oss": rotary_type(
+        "GptOss",
+        rotary_fields(
+            (36, 2880, 2880, 64, 8, 64, 131072, 201088), norm_epsilon=1e-5, rotary_base=150000.0, add_bias_linear=True
         ),
-        activation=("hidden_act", "silu", {"silu": "clamped_swiglu"}),
-        fixed={**ROPE_NORM, "add_mlp_bias": True, "qk_layernorm": False, "softmax_type": "learnable"},
-        obstacles=rotary_obstacles,
-        rules={
-            **COMMON,
+        {"add_mlp_bias": True, "qk_layernorm": False, "softmax_type": "learnable"},
+        {
             "swiglu_alpha": AllowedValues((1.702, None), "the gain of the gate is 1.702"),
             "swiglu_limit": AllowedValues((7.0, 7, None), "gate and up projection are clamped at 7"),
             "experts_per_token": AllowedValues((4, None), "the field that counts is num_experts_per_tok"),
             "initial_context_length": AllowedValues((4096, None), "rope_parameters describe positions"),
         },
-        windows=Windows(128, every(2)),
+        Windows(128, every(2)),
+        activation=("hidden_act", "silu", {"silu": "clamped_swiglu"}),
         derived=(_GPT_OSS.keys(), DerivedKeys((), (), _described_positions, lambda arch: {})),
     ),
-    "qwen2_moe": ModelType(
-        class_name="Qwen2MoeForCausalLM",
-        family="llama",
-        fields=rotary_fields(
-            5632,
-            32768,
-            num_layers=FieldMapping(("num_hidden_layers",), 24),
-            hidden_size=FieldMapping(("hidden_size",), 2048),
-            num_attention_heads=FieldMapping(("num_attention_heads",), 16),
-            num_query_groups=FieldMapping(("num_key_value_heads",), 16),
-            vocab_size=FieldMapping(("vocab_size",), 151936),
+    "qwen2_moe": rotary_type(
+        "Qwen2Moe",
+        rotary_fields(
+            (24, 2048, 5632, 16, 16, None, 32768, 151936),
             add_qkv_bias=FieldMapping(("qkv_bias",), True, write=lambda arch: arch.has_qkv_bias),
         ),
-        activation=GATED,
-        fixed={**ROPE_NORM, "add_bias_linear": False, "add_mlp_bias": False, "qk_layernorm": False},
-        obstacles=rotary_obstacles,
-        rules={
-            **COMMON,
-            "use_sliding_window": AllowedValues((False, None), "which layers have windows depends on the reader"),
-            "layer_types": AllowedValues(("full_attention", None), "which layers have windows depends on the reader"),
+        {"add_bias_linear": False, "add_mlp_bias": False, "qk_layernorm": False},
+        {
+            "use_sliding_window": AllowedValues((False, None), _READER),
+            "layer_types": AllowedValues(("full_attention", None), _READER),
         },
-        windows=Windows(None, has_switch=True),
+        Windows(None, has_switch=True),
         derived=(_QWEN2.keys(),),
     ),
-    "qwen3_moe": ModelType(
-        class_name="Qwen3MoeForCausalLM",
-        family="llama",
-        fields=rotary_fields(
-            6144,
-            32768,
-            num_layers=FieldMapping(("num_hidden_layers",), 24),
-            hidden_size=FieldMapping(("hidden_size",), 2048),
-            num_query_groups=FieldMapping(("num_key_value_heads",), 4),
-            vocab_size=FieldMapping(("vocab_size",), 151936),
-            add_bias_linear=ATTENTION_BIAS,
-        ),
-        activation=GATED,
-        fixed={**ROPE_NORM, "add_mlp_bias": False, "qk_layernorm": True},
-        obstacles=rotary_obstacles,
-        rules=COMMON,
+    "qwen3_moe": rotary_type(
+        "Qwen3Moe",
+        rotary_fields((24, 2048, 6144, 32, 4, None, 32768, 151936), add_bias_linear=False),
+        {"add_mlp_bias": False, "qk_layernorm": True},
         windows=Windows(4096, has_switch=True),
         aliases={"num_local_experts": "num_experts"},
         derived=(_QWEN3.keys(),),
     ),
-    "glm4_moe": ModelType(
-        class_name="Glm4MoeForCausalLM",
-        family="llama",
-        fields=rotary_fields(
-            10944,
-            131072,
-            num_layers=FieldMapping(("num_hidden_layers",), 46),
-            num_attention_heads=FieldMapping(("num_attention_heads",), 96),
-            num_query_groups=FieldMapping(("num_key_value_heads",), 8),
-            vocab_size=FieldMapping(("vocab_size",), 151552),
-            norm_epsilon=FieldMapping(("rms_norm_eps",), 1e-5),
-            rotary_percent=FieldMapping(("partial_rotary_factor",), 0.5),
+    "glm4_moe": rotary_type(
+        "Glm4Moe",
+        rotary_fields(
+            (46, 4096, 10944, 96, 8, None, 131072, 151552),
+            norm_epsilon=1e-5,
+            rotary_percent=0.5,
             qk_layernorm=FieldMapping(("use_qk_norm",), False),
             add_qkv_bias=FieldMapping(("attention_bias",), False, write=lambda arch: arch.has_qkv_bias),
-            mtp_num_layers=FieldMapping(("num_mtp_layers",), 1),
+            mtp_num_layers=1,
         ),
-        activation=GATED,
-        fixed={**ROPE_NORM, "add_bias_linear": False, "add_mlp_bias": False},
-        obstacles=rotary_obstacles,
-        rules={**COMMON, **NO_WINDOWS},
+        {"add_bias_linear": False, "add_mlp_bias": False},
         aliases={"num_nextn_predict_layers": "num_mtp_layers", "num_local_experts": "n_routed_experts"},
         derived=(_GLM.keys(),),
     ),
-    "olmoe": ModelType(
-        class_name="OlmoeForCausalLM",
-        family="llama",
-        fields=rotary_fields(
-            2048,
-            4096,
-            num_layers=FieldMapping(("num_hidden_layers",), 16),
-            hidden_size=FieldMapping(("hidden_size",), 2048),
-            num_attention_heads=FieldMapping(("num_attention_heads",), 16),
-            vocab_size=FieldMapping(("vocab_size",), 50304),
-            norm_epsilon=FieldMapping(("rms_norm_eps",), 1e-5),
-            add_bias_linear=ATTENTION_BIAS,
-        ),
-        activation=GATED,
-        fixed={**ROPE_NORM, "add_mlp_bias": False, "qk_layernorm": True, "qk_layernorm_scope": "projection"},
-        obstacles=rotary_obstacles,
-        rules={
-            **COMMON,
-            **NO_WINDOWS,
-            "clip_qkv": AllowedValues((None,), "queries, keys and values are not clipped"),
-        },
+    "olmoe": rotary_type(
+        "Olmoe",
+        rotary_fields((16, 2048, 2048, 16, None, None, 4096, 50304), norm_epsilon=1e-5, add_bias_linear=False),
+        {"add_mlp_bias": False, "qk_layernorm": True, "qk_layernorm_scope": "projection"},
+        NO_CLIPPING,
         derived=(_OLMOE.keys(),),
     ),
 }

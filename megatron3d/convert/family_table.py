@@ -1,32 +1,19 @@
-"""The table of convertible model types in docs/models.md, from the tables that convert them.
-
-`python -m megatron3d.convert.family_table` prints it.
-
-The fields of config.json by model type of Hugging Face: tables from which both directions of conversion follow.
+"""The fields of config.json by model type of Hugging Face: tables from which both directions of conversion follow.
 
     model.num_layers = 12        gpt2: n_layer = 12        llama: num_hidden_layers = 12
 
 Field names and defaults are those of the configuration classes of Hugging Face transformers.
+`python -m megatron3d.convert.family_table` prints the table of docs/models.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 
-from megatron3d.convert.deepseek_table import LATENT_TYPES
 from megatron3d.convert.expert_table import EXPERT_TYPES
 from megatron3d.convert.fields import AllowedValues, FieldMapping, ModelType, show
-from megatron3d.convert.gemma_table import GEMMA_TYPES
-from megatron3d.convert.llama_table import COMMON, NO_WINDOWS, ROTARY_TYPES
-from megatron3d.model.spec import Architecture
-
-
-def _gpt2_obstacles(arch: Architecture) -> Iterator[str]:
-    if arch.num_query_groups != arch.num_attention_heads:
-        yield f"num_query_groups={arch.num_query_groups}: gpt2 has one per head, {arch.num_attention_heads}"
-    if arch.kv_channels * arch.num_attention_heads != arch.hidden_size:
-        yield f"kv_channels={arch.kv_channels}: gpt2's heads have hidden_size / num_attention_heads channels"
-
+from megatron3d.convert.llama_table import COMMON, NO_WINDOWS, ROTARY_TYPES, equal_heads_obstacles, rotary_fields
 
 MODEL_TYPES: Mapping[str, ModelType] = {
     "gpt2": ModelType(
@@ -56,7 +43,7 @@ MODEL_TYPES: Mapping[str, ModelType] = {
             "add_bias_linear": True,
             "qk_layernorm": False,
         },
-        obstacles=_gpt2_obstacles,
+        obstacles=partial(equal_heads_obstacles, "gpt2"),
         rules={
             **COMMON,
             **NO_WINDOWS,
@@ -69,30 +56,12 @@ MODEL_TYPES: Mapping[str, ModelType] = {
         as_zeros={"add_bias_linear": False},
     ),
     **ROTARY_TYPES,
-    **GEMMA_TYPES,
-    **LATENT_TYPES,
     **EXPERT_TYPES,
 }
 
 
 # Keys that every model type with rotary positions, or every model, has a field for.
-_EVERYWHERE = frozenset(
-    [
-        "num_layers",
-        "hidden_size",
-        "ffn_hidden_size",
-        "num_attention_heads",
-        "num_query_groups",
-        "kv_channels",
-        "max_position_embeddings",
-        "vocab_size",
-        "norm_epsilon",
-        "rotary_base",
-        "tie_embeddings",
-        "attention_dropout",
-        "init_method_std",
-    ]
-)
+_EVERYWHERE = frozenset(rotary_fields((0, 0, 0, 0, 0, 0, 0, 0)))
 
 
 def family_table() -> list[str]:
@@ -100,13 +69,8 @@ def family_table() -> list[str]:
     rows = ["| model type | class of transformers | `family`, and keys with one value | chosen in config.json |"]
     rows.append("|---|---|---|---|")
     for name, hub_type in MODEL_TYPES.items():
-        cells = (
-            name,
-            hub_type.class_name,
-            ", ".join(_fixed(hub_type)),
-            ", ".join(f"`{key}`" for key in _free(hub_type)),
-        )
-        rows.append(f"| {' | '.join(cells)} |")
+        free = ", ".join(f"`{key}`" for key in _free(hub_type))
+        rows.append(f"| {name} | {hub_type.class_name} | {', '.join(_fixed(hub_type))} | {free} |")
     return rows
 
 

@@ -1,10 +1,7 @@
-"""The description of rotary positions in config.json: `rope_parameters`, or `rope_theta` and `rope_scaling` before it.
+"""Fields of config.json and keys of ours: descriptions of a model type, and conversion of windows and rotary positions.
 
-rope_parameters = {"rope_type": "llama3", "factor": 8.0, ...}        model.rotary_scaling = llama3, ...
-
-Layers with a sliding window, and without rotary positions, as config.json lists them.
-
-sliding_window = 4096, layer_types = ["sliding_attention", "full_attention", ...]    model.window_size = [4095, 0], ...
+sliding_window = 4096, layer_types = ["sliding_attention", ...]         model.window_size = [4095, 0], ...
+rope_parameters = {"rope_type": "llama3", "factor": 8.0, ...}           model.rotary_scaling = llama3, ...
 """
 
 from __future__ import annotations
@@ -316,11 +313,7 @@ _ANYWHERE = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor
 _LENGTH = {"factor": "rotary_scaling_factor", "original_max_position_embeddings": "original_max_position_embeddings"}
 _KEYS: Mapping[str, Mapping[str, str]] = {
     LINEAR: {"factor": "rotary_scaling_factor"},
-    LLAMA3: {
-        **_LENGTH,
-        "low_freq_factor": "rotary_low_freq_factor",
-        "high_freq_factor": "rotary_high_freq_factor",
-    },
+    LLAMA3: {**_LENGTH, "low_freq_factor": "rotary_low_freq_factor", "high_freq_factor": "rotary_high_freq_factor"},
     YARN: {
         **_LENGTH,
         "beta_slow": "rotary_beta_slow",

@@ -1,18 +1,12 @@
-"""Find the tensors of a Hugging Face folder, check them before any is read, and map them into memory one by one.
-
-A file is mapped once per tensor: the pages of earlier tensors, which would count as the process's memory, go.
-
-A Hugging Face folder as a checkpoint: an index that leads from logical tensors to rows of the files' tensors.
+"""Safetensors files of a Hugging Face folder: found, checked, read as a checkpoint's index, and written.
 
     layers.0.attention.k.weight [H, H]  =  rows H to 2H of the transpose of h.0.attn.c_attn.weight in model.safetensors
+    a file                              =  8 bytes: length of the header | JSON {name: {dtype, shape, data_offsets}} |
+                                           the tensors' bytes, end to end
 
-Nothing is converted or copied: ranks read the boxes that they need from the mapped files, as from our checkpoints.
-
-Write safetensors files tensor by tensor, with one in memory: their sizes are known before their values.
-
-    8 bytes: length of the header | header: JSON {name: {dtype, shape, data_offsets}} | the tensors' bytes, end to end
-
-Format: https://github.com/huggingface/safetensors.  Several files are named and indexed as transformers does.
+Nothing is converted or copied to read: ranks read the boxes that they need from the mapped files.  A file is mapped
+once per tensor, so that pages of earlier tensors do not count as the process's memory, and is written with one tensor
+in memory.  Format: https://github.com/huggingface/safetensors.
 """
 
 from __future__ import annotations
@@ -289,7 +283,7 @@ def read_hub_index(folder: Path) -> Index:
     for tensor in weights.table:
         stored = weights.stored(tensor.name)
         for rows in tensor.row_ranges():
-            key = f"{_place_key(rows.place)}:{stored.name}"
+            key = ":".join([*(str(int(number)) for number in rows.place), stored.name])
             box = StoredBox(rows.box, stored.file.name, key, checksum="")
             name = f"model.{rows.name}"
             others = tensors[name].boxes if name in tensors else ()
@@ -313,11 +307,7 @@ class HubFile(BoxFile):
         return view_of(file.get_tensor(name), place, high - low, shape)
 
 
-def _place_key(place: Place) -> str:
-    return ":".join(str(int(number)) for number in place)
-
-
-_CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
+_CODES = {dtype: name for name, dtype in _NAMES.items()}
 
 
 @dataclass(frozen=True)

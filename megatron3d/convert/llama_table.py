@@ -1,8 +1,9 @@
-"""Model types of Hugging Face like Llama: what each has otherwise."""
+"""Model types of Hugging Face like Llama, Gemma's included: what each has otherwise."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
 
 from pydantic import JsonValue
 
@@ -23,7 +24,20 @@ def llama_obstacles(arch: Architecture) -> Iterator[str]:
         yield f"num_attention_heads={arch.num_attention_heads}: in llama it divides hidden_size={arch.hidden_size}"
 
 
-NO_WINDOW = "every position attends to all earlier ones"
+def equal_heads_obstacles(name: str, arch: Architecture) -> Iterator[str]:
+    """Yield what a model type cannot represent whose heads have keys of their own and divide the hidden size."""
+    if arch.num_query_groups != arch.num_attention_heads:
+        yield f"num_query_groups={arch.num_query_groups}: {name} has one per head, {arch.num_attention_heads}"
+    if arch.kv_channels * arch.num_attention_heads != arch.hidden_size:
+        yield f"kv_channels={arch.kv_channels}: {name}'s heads have hidden_size / num_attention_heads channels"
+
+
+def _neox_obstacles(arch: Architecture) -> Iterator[str]:
+    yield from llama_obstacles(arch)
+    yield from equal_heads_obstacles("gpt_neox", arch)
+
+
+_NO_WINDOW = "every position attends to all earlier ones"
 COMMON = {
     "is_encoder_decoder": AllowedValues((False, None), "the model has no encoder"),
     "add_cross_attention": AllowedValues((False, None), "the model has no cross-attention"),
@@ -35,41 +49,92 @@ COMMON = {
     "rope_interleaved": AllowedValues((False, None), "channels i and i + size / 2 of a head are rotated together"),
 }
 NO_WINDOWS = {
-    "sliding_window": AllowedValues((None,), NO_WINDOW),
-    "use_sliding_window": AllowedValues((False, None), NO_WINDOW),
-    "layer_types": AllowedValues(("full_attention", None), NO_WINDOW),
+    "sliding_window": AllowedValues((None,), _NO_WINDOW),
+    "use_sliding_window": AllowedValues((False, None), _NO_WINDOW),
+    "layer_types": AllowedValues(("full_attention", None), _NO_WINDOW),
 }
-ROPE_NORM = {"position_embedding_type": "rope", "normalization": "RMSNorm"}
-LAYER_NORM = {"position_embedding_type": "rope", "normalization": "LayerNorm"}
+WHOLE_PRODUCTS = {"pretraining_tp": AllowedValues((1, None), "its products are not computed in slices")}
+NO_CLIPPING = {"clip_qkv": AllowedValues((None,), "queries, keys and values are not clipped")}
 NO_BIAS = {"add_bias_linear": False, "add_qkv_bias": False, "add_mlp_bias": False}
-SILU = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh"}
-GATED = ("hidden_act", "silu", SILU)
-TANH = dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast"), "gelu_tanh")
-PLAIN = {**TANH, "gelu": "gelu", "relu": "relu"}
+LAYER_NORM = {"normalization": "LayerNorm", "qk_layernorm": False}
+_GATES = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh"}
+_PLAIN = {**dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast"), "gelu_tanh"), "gelu": "gelu", "relu": "relu"}
+
+# Field of config.json of each of our keys: those of `Sizes`, others that every model has, and further ones.
+_SIZES = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "intermediate_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_query_groups": "num_key_value_heads",
+    "kv_channels": "head_dim",
+    "max_position_embeddings": "max_position_embeddings",
+    "vocab_size": "vocab_size",
+}
+_NAMES = {
+    **_SIZES,
+    "norm_epsilon": "rms_norm_eps",
+    "rotary_base": "rope_theta",
+    "tie_embeddings": "tie_word_embeddings",
+    "init_method_std": "initializer_range",
+    "add_bias_linear": "attention_bias",
+    "rotary_percent": "partial_rotary_factor",
+    "mtp_num_layers": "num_mtp_layers",
+}
+_BASE: Mapping[str, JsonValue] = {
+    "norm_epsilon": 1e-6,
+    "rotary_base": 10000.0,
+    "tie_embeddings": False,
+    "attention_dropout": 0.0,
+    "init_method_std": 0.02,
+}
+# Layers, hidden size, inner size of the MLP, heads, heads of keys, size of a head, positions, vocabulary.
+Sizes = tuple[int, int, int, int, int | None, int | None, int, int]
 
 
-def rotary_fields(inner: int, positions: int, **others: FieldMapping) -> dict[str, FieldMapping]:
-    """Return the fields of a model with rotary positions, with the defaults that differ between model types."""
+def rotary_fields(
+    sizes: Sizes, without: Collection[str] = (), **others: FieldMapping | JsonValue
+) -> dict[str, FieldMapping]:
+    """Return the fields of a model with rotary positions.
+
+    Args:
+        sizes: values of absent fields.
+        without: keys that have no field.
+        others: further fields, or values of absent ones.
+    """
+    values: dict[str, FieldMapping | JsonValue] = {**dict(zip(_SIZES, sizes, strict=True)), **_BASE, **others}
     return {
-        "num_layers": FieldMapping(("num_hidden_layers",), 32),
-        "hidden_size": FieldMapping(("hidden_size",), 4096),
-        "ffn_hidden_size": FieldMapping(("intermediate_size",), inner),
-        "num_attention_heads": FieldMapping(("num_attention_heads",), 32),
-        "num_query_groups": FieldMapping(("num_key_value_heads",), None),
-        "kv_channels": FieldMapping(("head_dim",), None),
-        "max_position_embeddings": FieldMapping(("max_position_embeddings",), positions),
-        "vocab_size": FieldMapping(("vocab_size",), 32000),
-        "norm_epsilon": FieldMapping(("rms_norm_eps",), 1e-6),
-        "rotary_base": FieldMapping(("rope_theta",), 10000.0),
-        "tie_embeddings": FieldMapping(("tie_word_embeddings",), False),
-        "attention_dropout": FieldMapping(("attention_dropout",), 0.0),
-        "init_method_std": FieldMapping(("initializer_range",), 0.02),
-        **others,
+        key: value if isinstance(value, FieldMapping) else FieldMapping((_NAMES.get(key, key),), value)
+        for key, value in values.items()
+        if key not in without
     }
 
 
-# Biases of attention's projections and of the MLP, where a model type chooses them.
-ATTENTION_BIAS = FieldMapping(("attention_bias",), False)
+def rotary_type(
+    class_name: str,
+    fields: Mapping[str, FieldMapping],
+    fixed: Mapping[str, object],
+    rules: Mapping[str, AllowedValues] | None = None,
+    windows: Windows | None = None,
+    **others: Any,
+) -> ModelType:
+    """Return a model type with rotary positions, and with RMSNorm and SwiGLU unless said otherwise."""
+    return ModelType(
+        **{
+            "class_name": f"{class_name}ForCausalLM",
+            "family": "llama",
+            "fields": fields,
+            "activation": ("hidden_act", "silu", _GATES),
+            "fixed": {"position_embedding_type": "rope", "normalization": "RMSNorm", **fixed},
+            "obstacles": rotary_obstacles,
+            "rules": {**COMMON, **({} if windows else NO_WINDOWS), **(rules or {})},
+            "windows": windows,
+            **others,
+        }
+    )
+
+
+# Biases of the MLP, where a model type chooses them.
 MLP_BIAS = FieldMapping(("mlp_bias",), False, write=lambda arch: arch.has_mlp_bias)
 
 
@@ -100,175 +165,129 @@ def every(interval: int, name: str | None = None) -> Callable[[HubConfig, int], 
     return is_last
 
 
-SWITCHED = Windows(None, after_max_window_layers, has_switch=True)
+_SWITCHED = Windows(None, after_max_window_layers, has_switch=True)
+_OLMO: Mapping[str, Any] = {"norm_epsilon": 1e-5, "add_bias_linear": False}
+_OLMO2 = {"norm_placement": "post", "qk_layernorm": True, "qk_layernorm_scope": "projection", "add_mlp_bias": False}
 
 
-def _neox_obstacles(arch: Architecture) -> Iterator[str]:
-    yield from llama_obstacles(arch)
-    if arch.num_query_groups != arch.num_attention_heads:
-        yield f"num_query_groups={arch.num_query_groups}: gpt_neox has one per head, {arch.num_attention_heads}"
-    if arch.kv_channels * arch.num_attention_heads != arch.hidden_size:
-        yield f"kv_channels={arch.kv_channels}: gpt_neox's heads have hidden_size / num_attention_heads channels"
+# Gemma: norms multiply by 1 + weight, embeddings are scaled, and windows may have their own rotary base.
+def inverse_square(value: JsonValue) -> JsonValue:
+    return value**-0.5 if isinstance(value, int | float) and value > 0 else value
 
 
-OLMO2 = {
-    **ROPE_NORM,
-    "norm_placement": "post",
-    "qk_layernorm": True,
-    "qk_layernorm_scope": "projection",
-    "add_mlp_bias": False,
+def pre_attention_scalar(arch: Architecture) -> JsonValue:
+    """Return the number whose inverse root is the factor of the scores."""
+    if arch.softmax_scale is None:
+        return arch.kv_channels
+    number = arch.softmax_scale**-2
+    return round(number) if abs(number - round(number)) < 1e-9 * number else number
+
+
+def root_of_hidden_size(value_of: Callable[[str], Any]) -> object:
+    return value_of("hidden_size") ** 0.5
+
+
+_TANH = "gelu_pytorch_tanh"
+
+
+def _gemma_type(
+    class_name: str,
+    fields: Mapping[str, FieldMapping],
+    fixed: Mapping[str, object],
+    rules: Mapping[str, AllowedValues],
+    activation: tuple[str, str, Mapping[str, str]] = ("hidden_activation", _TANH, {_TANH: "geglu_tanh"}),
+    **others: Any,
+) -> ModelType:
+    one_way = {"use_bidirectional_attention": AllowedValues((False, None), "every position sees only earlier ones")}
+    return rotary_type(
+        class_name,
+        fields,
+        {"apply_layernorm_1p": True, "add_mlp_bias": False, **fixed},
+        {**one_way, **rules},
+        activation=activation,
+        computed={"embedding_scale": root_of_hidden_size},
+        **others,
+    )
+
+
+_LATER_GEMMA: Mapping[str, Any] = {
+    "tie_embeddings": True,
+    "add_bias_linear": False,
+    "softmax_scale": FieldMapping(("query_pre_attn_scalar",), 256, inverse_square, pre_attention_scalar),
 }
-OLMO_FIELDS = {
-    "num_query_groups": FieldMapping(("num_key_value_heads",), None),
-    "vocab_size": FieldMapping(("vocab_size",), 50304),
-    "norm_epsilon": FieldMapping(("rms_norm_eps",), 1e-5),
-    "add_bias_linear": ATTENTION_BIAS,
-}
-_OLMO1 = {*rotary_fields(0, 0, **OLMO_FIELDS)} - {"norm_epsilon"}
 ROTARY_TYPES: Mapping[str, ModelType] = {
-    "llama": ModelType(
-        class_name="LlamaForCausalLM",
-        family="llama",
-        fields=rotary_fields(11008, 2048, add_bias_linear=ATTENTION_BIAS, add_mlp_bias=MLP_BIAS),
-        activation=GATED,
-        fixed={**ROPE_NORM, "qk_layernorm": False},
+    "llama": rotary_type(
+        "Llama",
+        rotary_fields((32, 4096, 11008, 32, None, None, 2048, 32000), add_bias_linear=False, add_mlp_bias=MLP_BIAS),
+        {"qk_layernorm": False},
+        WHOLE_PRODUCTS,
         obstacles=llama_obstacles,
-        rules={
-            **COMMON,
-            **NO_WINDOWS,
-            "pretraining_tp": AllowedValues((1, None), "its products are not computed in slices"),
-        },
     ),
-    "mistral": ModelType(
-        class_name="MistralForCausalLM",
-        family="llama",
-        fields=rotary_fields(14336, 131072, num_query_groups=FieldMapping(("num_key_value_heads",), 8)),
-        activation=GATED,
-        fixed={**ROPE_NORM, **NO_BIAS, "qk_layernorm": False},
-        obstacles=rotary_obstacles,
-        rules=COMMON,
+    "mistral": rotary_type(
+        "Mistral",
+        rotary_fields((32, 4096, 14336, 32, 8, None, 131072, 32000)),
+        {**NO_BIAS, "qk_layernorm": False},
         windows=Windows(4096),
     ),
-    "qwen2": ModelType(
-        class_name="Qwen2ForCausalLM",
-        family="llama",
-        fields=rotary_fields(
-            22016,
-            32768,
-            num_query_groups=FieldMapping(("num_key_value_heads",), 32),
-            vocab_size=FieldMapping(("vocab_size",), 151936),
-        ),
-        activation=GATED,
-        fixed={**ROPE_NORM, **NO_BIAS, "add_qkv_bias": True, "qk_layernorm": False},
-        obstacles=rotary_obstacles,
-        rules={**COMMON, "use_mrope": AllowedValues((False, None), "a position is one number")},
-        windows=SWITCHED,
+    "qwen2": rotary_type(
+        "Qwen2",
+        rotary_fields((32, 4096, 22016, 32, 32, None, 32768, 151936)),
+        {**NO_BIAS, "add_qkv_bias": True, "qk_layernorm": False},
+        {"use_mrope": AllowedValues((False, None), "a position is one number")},
+        _SWITCHED,
     ),
-    "qwen3": ModelType(
-        class_name="Qwen3ForCausalLM",
-        family="llama",
-        fields=rotary_fields(
-            22016,
-            32768,
-            num_query_groups=FieldMapping(("num_key_value_heads",), 32),
-            kv_channels=FieldMapping(("head_dim",), 128),
-            vocab_size=FieldMapping(("vocab_size",), 151936),
-            add_bias_linear=ATTENTION_BIAS,
-        ),
-        activation=GATED,
-        fixed={**ROPE_NORM, "add_mlp_bias": False, "qk_layernorm": True},
-        obstacles=rotary_obstacles,
-        rules=COMMON,
-        windows=SWITCHED,
+    "qwen3": rotary_type(
+        "Qwen3",
+        rotary_fields((32, 4096, 22016, 32, 32, 128, 32768, 151936), add_bias_linear=False),
+        {"add_mlp_bias": False, "qk_layernorm": True},
+        windows=_SWITCHED,
     ),
-    "smollm3": ModelType(
-        class_name="SmolLM3ForCausalLM",
-        family="llama",
-        fields=rotary_fields(
-            11008,
-            32768,
-            num_layers=FieldMapping(("num_hidden_layers",), 36),
-            hidden_size=FieldMapping(("hidden_size",), 2048),
-            num_attention_heads=FieldMapping(("num_attention_heads",), 16),
-            num_query_groups=FieldMapping(("num_key_value_heads",), 4),
-            vocab_size=FieldMapping(("vocab_size",), 128256),
-            rotary_base=FieldMapping(("rope_theta",), 2000000.0),
-            tie_embeddings=FieldMapping(("tie_word_embeddings",), True),
-            add_bias_linear=ATTENTION_BIAS,
+    "smollm3": rotary_type(
+        "SmolLM3",
+        rotary_fields(
+            (36, 2048, 11008, 16, 4, None, 32768, 128256),
+            rotary_base=2000000.0,
+            tie_embeddings=True,
+            add_bias_linear=False,
             add_mlp_bias=MLP_BIAS,
         ),
-        activation=GATED,
-        fixed={**ROPE_NORM, "qk_layernorm": False},
-        obstacles=rotary_obstacles,
-        rules={**COMMON, "pretraining_tp": AllowedValues((1, 2, None), "its products are not computed in slices")},
-        windows=Windows(None, has_rotary_positions, has_switch=True),
+        {"qk_layernorm": False},
+        {"pretraining_tp": AllowedValues((1, 2, None), "its products are not computed in slices")},
+        Windows(None, has_rotary_positions, has_switch=True),
         has_no_rope_layers=True,
     ),
-    "olmo": ModelType(
-        class_name="OlmoForCausalLM",
-        family="llama",
-        fields={name: field for name, field in rotary_fields(11008, 2048, **OLMO_FIELDS).items() if name in _OLMO1},
-        activation=GATED,
-        fixed={
-            "position_embedding_type": "rope",
-            "normalization": "PlainLayerNorm",
-            "norm_epsilon": 1e-5,
-            "add_mlp_bias": False,
-            "qk_layernorm": False,
-        },
-        obstacles=rotary_obstacles,
-        rules={
-            **COMMON,
-            **NO_WINDOWS,
-            "clip_qkv": AllowedValues((None,), "queries, keys and values are not clipped"),
-            "pretraining_tp": AllowedValues((1, None), "its products are not computed in slices"),
-        },
+    "olmo": rotary_type(
+        "Olmo",
+        rotary_fields((32, 4096, 11008, 32, None, None, 2048, 50304), without=("norm_epsilon",), **_OLMO),
+        {"normalization": "PlainLayerNorm", "norm_epsilon": 1e-5, "add_mlp_bias": False, "qk_layernorm": False},
+        {**NO_CLIPPING, **WHOLE_PRODUCTS},
     ),
-    "olmo2": ModelType(
-        class_name="Olmo2ForCausalLM",
-        family="llama",
-        fields=rotary_fields(11008, 2048, **OLMO_FIELDS),
-        activation=GATED,
-        fixed=OLMO2,
-        obstacles=rotary_obstacles,
-        rules={**COMMON, **NO_WINDOWS},
-    ),
-    "olmo3": ModelType(
-        class_name="Olmo3ForCausalLM",
-        family="llama",
-        fields=rotary_fields(11008, 2048, **OLMO_FIELDS, rotary_base=FieldMapping(("rope_theta",), 500000.0)),
-        activation=GATED,
-        fixed=OLMO2,
-        obstacles=rotary_obstacles,
-        rules=COMMON,
+    "olmo2": rotary_type("Olmo2", rotary_fields((32, 4096, 11008, 32, None, None, 2048, 50304), **_OLMO), _OLMO2),
+    "olmo3": rotary_type(
+        "Olmo3",
+        rotary_fields((32, 4096, 11008, 32, None, None, 2048, 50304), **_OLMO, rotary_base=500000.0),
+        _OLMO2,
         windows=Windows(4096, every(4)),
         has_local_rope=True,
     ),
-    "phi3": ModelType(
-        class_name="Phi3ForCausalLM",
-        family="llama",
-        fields=rotary_fields(
-            8192,
-            4096,
-            hidden_size=FieldMapping(("hidden_size",), 3072),
-            vocab_size=FieldMapping(("vocab_size",), 32064),
-            norm_epsilon=FieldMapping(("rms_norm_eps",), 1e-5),
-            rotary_percent=FieldMapping(("partial_rotary_factor",), 1.0),
+    "phi3": rotary_type(
+        "Phi3",
+        rotary_fields(
+            (32, 3072, 8192, 32, None, None, 4096, 32064),
+            norm_epsilon=1e-5,
+            rotary_percent=1.0,
             hidden_dropout=FieldMapping(("resid_pdrop", "embd_pdrop"), 0.0),
         ),
-        activation=GATED,
-        fixed={**ROPE_NORM, **NO_BIAS, "qk_layernorm": False},
+        {**NO_BIAS, "qk_layernorm": False},
+        {"attention_bias": AllowedValues((False, None), "attention has no biases")},
+        Windows(None),
         obstacles=llama_obstacles,
-        rules={**COMMON, "attention_bias": AllowedValues((False, None), "attention has no biases")},
-        windows=Windows(None),
     ),
-    "granite": ModelType(
-        class_name="GraniteForCausalLM",
-        family="llama",
-        fields=rotary_fields(
-            11008,
-            2048,
-            add_bias_linear=ATTENTION_BIAS,
+    "granite": rotary_type(
+        "Granite",
+        rotary_fields(
+            (32, 4096, 11008, 32, None, None, 2048, 32000),
+            add_bias_linear=False,
             add_mlp_bias=MLP_BIAS,
             embedding_scale=FieldMapping(("embedding_multiplier",), 1.0),
             softmax_scale=FieldMapping(
@@ -277,33 +296,20 @@ ROTARY_TYPES: Mapping[str, ModelType] = {
             logit_scale=FieldMapping(("logits_scaling",), 1.0, inverse, lambda arch: inverse(arch.logit_scale)),
             residual_scale=FieldMapping(("residual_multiplier",), 1.0),
         ),
-        activation=GATED,
-        fixed={**ROPE_NORM, "qk_layernorm": False},
-        obstacles=rotary_obstacles,
-        rules={**COMMON, **NO_WINDOWS},
+        {"qk_layernorm": False},
     ),
-    "starcoder2": ModelType(
-        class_name="Starcoder2ForCausalLM",
-        family="llama",
-        fields=rotary_fields(
-            12288,
-            4096,
-            num_layers=FieldMapping(("num_hidden_layers",), 30),
-            hidden_size=FieldMapping(("hidden_size",), 3072),
-            num_attention_heads=FieldMapping(("num_attention_heads",), 24),
-            num_query_groups=FieldMapping(("num_key_value_heads",), 2),
-            vocab_size=FieldMapping(("vocab_size",), 49152),
+    "starcoder2": rotary_type(
+        "Starcoder2",
+        rotary_fields(
+            (30, 3072, 12288, 24, 2, None, 4096, 49152),
+            init_method_std=0.018042,
+            tie_embeddings=True,
             norm_epsilon=FieldMapping(("norm_epsilon",), 1e-5),
-            init_method_std=FieldMapping(("initializer_range",), 0.018042),
-            tie_embeddings=FieldMapping(("tie_word_embeddings",), True),
             add_bias_linear=FieldMapping(("use_bias",), True),
             hidden_dropout=FieldMapping(("residual_dropout", "embedding_dropout"), 0.0),
         ),
-        activation=("hidden_act", "gelu_pytorch_tanh", PLAIN),
-        fixed={**LAYER_NORM, "qk_layernorm": False},
-        obstacles=rotary_obstacles,
-        rules={
-            **COMMON,
+        LAYER_NORM,
+        {
             "mlp_type": AllowedValues(("default", None), "the MLP has no gate"),
             "norm_type": AllowedValues(("layer_norm", None), "norms subtract the mean"),
             "layer_norm_epsilon": AllowedValues((1e-5, None), "the field that counts is norm_epsilon"),
@@ -311,59 +317,76 @@ ROTARY_TYPES: Mapping[str, ModelType] = {
             "attention_softmax_in_fp32": AllowedValues((True, None), "softmax is computed in fp32"),
             "scale_attention_softmax_in_fp32": AllowedValues((True, None), "softmax is computed in fp32"),
         },
-        windows=Windows(None),
+        Windows(None),
+        activation=("hidden_act", "gelu_pytorch_tanh", _PLAIN),
     ),
-    "nemotron": ModelType(
-        class_name="NemotronForCausalLM",
-        family="llama",
-        fields=rotary_fields(
-            24576,
-            4096,
-            hidden_size=FieldMapping(("hidden_size",), 6144),
-            num_attention_heads=FieldMapping(("num_attention_heads",), 48),
-            vocab_size=FieldMapping(("vocab_size",), 256000),
+    "nemotron": rotary_type(
+        "Nemotron",
+        rotary_fields(
+            (32, 6144, 24576, 48, None, None, 4096, 256000),
+            init_method_std=0.0134,
             norm_epsilon=FieldMapping(("norm_eps",), 1e-5),
-            init_method_std=FieldMapping(("initializer_range",), 0.0134),
-            rotary_percent=FieldMapping(("partial_rotary_factor",), 0.5),
-            add_bias_linear=ATTENTION_BIAS,
+            rotary_percent=0.5,
+            add_bias_linear=False,
             add_mlp_bias=MLP_BIAS,
         ),
-        activation=("hidden_act", "relu2", {"relu2": "squared_relu", **PLAIN}),
-        fixed={**LAYER_NORM, "apply_layernorm_1p": True, "qk_layernorm": False},
-        obstacles=rotary_obstacles,
-        rules={**COMMON, **NO_WINDOWS},
+        {"normalization": "LayerNorm", "apply_layernorm_1p": True, "qk_layernorm": False},
+        activation=("hidden_act", "relu2", {"relu2": "squared_relu", **_PLAIN}),
     ),
-    "gpt_neox": ModelType(
-        class_name="GPTNeoXForCausalLM",
-        family="llama",
-        fields={
-            "num_layers": FieldMapping(("num_hidden_layers",), 44),
-            "hidden_size": FieldMapping(("hidden_size",), 6144),
-            "ffn_hidden_size": FieldMapping(("intermediate_size",), 24576),
-            "num_attention_heads": FieldMapping(("num_attention_heads",), 64),
-            "max_position_embeddings": FieldMapping(("max_position_embeddings",), 2048),
-            "vocab_size": FieldMapping(("vocab_size",), 50432),
-            "norm_epsilon": FieldMapping(("layer_norm_eps",), 1e-5),
-            "rotary_base": FieldMapping(("rope_theta",), 10000.0),
-            "rotary_percent": FieldMapping(("partial_rotary_factor",), 0.25),
-            "tie_embeddings": FieldMapping(("tie_word_embeddings",), False),
-            "hidden_dropout": FieldMapping(("hidden_dropout",), 0.0),
-            "attention_dropout": FieldMapping(("attention_dropout",), 0.0),
-            "init_method_std": FieldMapping(("initializer_range",), 0.02),
-            "use_parallel_residual": FieldMapping(("use_parallel_residual",), True),
-            "add_bias_linear": FieldMapping(("attention_bias",), True),
-        },
-        activation=("hidden_act", "gelu", {"gelu": "gelu", **PLAIN}),
-        fixed={**LAYER_NORM, "add_mlp_bias": True, "qk_layernorm": False},
-        obstacles=_neox_obstacles,
-        rules={
-            **COMMON,
-            **NO_WINDOWS,
+    "gpt_neox": rotary_type(
+        "GPTNeoX",
+        rotary_fields(
+            (44, 6144, 24576, 64, None, None, 2048, 50432),
+            without=("num_query_groups", "kv_channels"),
+            norm_epsilon=FieldMapping(("layer_norm_eps",), 1e-5),
+            rotary_percent=0.25,
+            hidden_dropout=0.0,
+            use_parallel_residual=True,
+            add_bias_linear=True,
+        ),
+        {"normalization": "LayerNorm", "add_mlp_bias": True, "qk_layernorm": False},
+        {
             "classifier_dropout": AllowedValues((None, 0.0, 0.1), "the model has no classifier"),
             "attention_probs_dropout_prob": AllowedValues((0.0, None), "the field that counts is attention_dropout"),
             "hidden_dropout_prob": AllowedValues((0.0, None), "the field that counts is hidden_dropout"),
         },
+        obstacles=_neox_obstacles,
+        activation=("hidden_act", "gelu", {"gelu": "gelu", **_PLAIN}),
         body="gpt_neox.",
         aliases={"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
+    ),
+    "gemma": _gemma_type(
+        "Gemma",
+        rotary_fields((28, 3072, 24576, 16, 16, 256, 8192, 256000), tie_embeddings=True, add_bias_linear=False),
+        {"qk_layernorm": False},
+        {"hidden_activation": AllowedValues((_TANH, None), "the activation is hidden_act's")},
+        # The first releases say gelu and mean its approximation by tanh.
+        ("hidden_act", _TANH, {_TANH: "geglu_tanh", "gelu": "geglu_tanh"}),
+    ),
+    "gemma2": _gemma_type(
+        "Gemma2",
+        rotary_fields(
+            **_LATER_GEMMA,
+            sizes=(26, 2304, 9216, 8, 4, 256, 8192, 256000),
+            attention_softcap=FieldMapping(("attn_logit_softcapping",), 50.0),
+            logit_softcap=FieldMapping(("final_logit_softcapping",), 30.0),
+        ),
+        {"norm_placement": "sandwich", "qk_layernorm": False},
+        {"hidden_act": AllowedValues((_TANH, None), "the activation is hidden_activation's")},
+        windows=Windows(4096, every(2)),
+    ),
+    "gemma3_text": _gemma_type(
+        "Gemma3",
+        rotary_fields(
+            **_LATER_GEMMA,
+            sizes=(26, 2304, 9216, 8, 4, 256, 131072, 262208),
+            rotary_base=1000000.0,
+            logit_softcap=FieldMapping(("final_logit_softcapping",), None),
+        ),
+        {"norm_placement": "sandwich", "qk_layernorm": True, "qk_layernorm_scope": "head"},
+        {"attn_logit_softcapping": AllowedValues((None,), "this model type does not cap scores")},
+        windows=Windows(4096, every(6, "sliding_window_pattern"), interval_name="sliding_window_pattern"),
+        has_local_rope=True,
+        local_base=10000.0,
     ),
 }

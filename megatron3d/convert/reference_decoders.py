@@ -48,6 +48,14 @@ _OLMO2 = Decoder(
 )
 # Gemma's activation, whatever `hidden_act` says: the first releases say gelu and mean its approximation by tanh.
 _GELU = {"hidden_activation": "gelu_pytorch_tanh"}
+_GEMMA = Decoder({"head_dim": 256, "tie_word_embeddings": True, **_GELU}, norm="rms + 1", scales_embedding=True)
+_LATER_GEMMA = replace(
+    _GEMMA,
+    defaults={**_GEMMA.defaults, "num_key_value_heads": 4, "sliding_window": 4096, "query_pre_attn_scalar": 256},
+    before=("input_layernorm", "pre_feedforward_layernorm"),
+    after=("post_attention_layernorm", "post_feedforward_layernorm"),
+    scale="query_pre_attn_scalar",
+)
 DECODERS: Mapping[str, Decoder] = {
     "llama": Decoder(),
     "mistral": Decoder({"num_key_value_heads": 8}),
@@ -111,11 +119,10 @@ DECODERS: Mapping[str, Decoder] = {
             "full_every": 2,
             "attention_bias": True,
             "num_experts_per_tok": 4,
-        },
+        }
     ),
     "qwen2_moe": Decoder(
-        {"num_key_value_heads": 16, "num_experts_per_tok": 4, "qkv_bias": True},
-        has_bias=("qkv_bias", False, False),
+        {"num_key_value_heads": 16, "num_experts_per_tok": 4, "qkv_bias": True}, has_bias=("qkv_bias", False, False)
     ),
     "qwen3_moe": Decoder(
         {"num_key_value_heads": 4, "use_sliding_window": False, "sliding_window": 4096}, head_norms="head"
@@ -126,47 +133,20 @@ DECODERS: Mapping[str, Decoder] = {
         has_bias=("attention_bias", False, False),
     ),
     "olmoe": Decoder({"rms_norm_eps": 1e-5}, head_norms="projection"),
-    "gemma": Decoder(
-        {"head_dim": 256, "tie_word_embeddings": True, **_GELU, "num_key_value_heads": 16},
-        norm="rms + 1",
-        scales_embedding=True,
-    ),
-    "gemma2": Decoder(
-        {
-            "head_dim": 256,
-            "tie_word_embeddings": True,
-            **_GELU,
-            "num_key_value_heads": 4,
-            "sliding_window": 4096,
+    "gemma": replace(_GEMMA, defaults={**_GEMMA.defaults, "num_key_value_heads": 16}),
+    "gemma2": replace(
+        _LATER_GEMMA,
+        defaults={
+            **_LATER_GEMMA.defaults,
             "full_every": 2,
-            "query_pre_attn_scalar": 256,
             "attn_logit_softcapping": 50.0,
             "final_logit_softcapping": 30.0,
         },
-        norm="rms + 1",
-        before=("input_layernorm", "pre_feedforward_layernorm"),
-        after=("post_attention_layernorm", "post_feedforward_layernorm"),
-        scales_embedding=True,
-        scale="query_pre_attn_scalar",
     ),
-    "gemma3_text": Decoder(
-        {
-            "head_dim": 256,
-            "tie_word_embeddings": True,
-            **_GELU,
-            "num_key_value_heads": 4,
-            "rope_theta": 1000000.0,
-            "rope_local_base_freq": 10000.0,
-            "sliding_window": 4096,
-            "full_every": 6,
-            "query_pre_attn_scalar": 256,
-        },
-        norm="rms + 1",
-        before=("input_layernorm", "pre_feedforward_layernorm"),
-        after=("post_attention_layernorm", "post_feedforward_layernorm"),
+    "gemma3_text": replace(
+        _LATER_GEMMA,
+        defaults={**_LATER_GEMMA.defaults, "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0, "full_every": 6},
         head_norms="head",
-        scales_embedding=True,
-        scale="query_pre_attn_scalar",
         local_base="rope_local_base_freq",
     ),
 }

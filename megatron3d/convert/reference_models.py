@@ -1,8 +1,9 @@
 """Reference forward passes of Hugging Face models, as in their papers, from a file's tensors: slow, obvious, float64.
 
-GPT-2 (Radford et al. 2019), Llama (Touvron et al. 2023, arXiv:2302.13971), and what others compute otherwise.  No code
-is in common with our model or the table of names, so that they test both; the tensors of one layer are in memory.
-Letters: B sequences, S positions, H hidden, N heads, D features of a head, V vocabulary.
+GPT-2 (Radford et al. 2019), Llama (Touvron et al. 2023, arXiv:2302.13971), mixtures of experts (Jiang et al. 2024,
+arXiv:2401.04088; DeepSeek-AI 2024, arXiv:2412.19437), and what others compute otherwise.  No code is in common with our
+model or the table of names, so that they test both; the tensors of one layer are in memory.
+Letters: B sequences, S positions, T tokens, H hidden, N heads, D features of a head, V vocabulary, E experts.
 """
 
 from __future__ import annotations
@@ -17,11 +18,10 @@ from torch import Tensor
 
 from megatron3d.convert.fields import HubConfig
 from megatron3d.convert.reference_decoders import DECODERS, Decoder
-from megatron3d.convert.reference_experts import first_of, has_router, mixture
-from megatron3d.convert.reference_rotary import float_of, int_of, rotated, table_of
 
 Weights = Callable[[str], Tensor]
-_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+Activation = Callable[[Tensor], Tensor]
+_ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
     "gelu_fast": lambda x: F.gelu(x, approximate="tanh"),
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -31,6 +31,77 @@ _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "swish": F.silu,
 }
+
+
+def _rotated(x_BNSD: Tensor, hf: HubConfig, local_base: str) -> Tensor:
+    """Rotate channels i and i + R/2 of the first R of each head, as real and imaginary parts."""
+    described = _table(hf, "rope_parameters")
+    if local_base:
+        local = _table(described, "sliding_attention")
+        theta = _float(local, "rope_theta", _float(hf, local_base, _float(hf, "rope_theta", 10000.0)))
+        hf, described = {"rope_theta": theta}, {}
+    elif "full_attention" in described:
+        described = _table(described, "full_attention")
+        hf = {**hf, "rope_parameters": dict(described)}
+    share = _float(described, "partial_rotary_factor", _float(hf, "partial_rotary_factor", 1.0))
+    size = int(x_BNSD.shape[-1] * share)
+    rates, scale = _rotary_rates(hf, size)
+    angles = torch.outer(torch.arange(x_BNSD.shape[2]), torch.tensor(rates, dtype=torch.float64))
+    turn = torch.polar(torch.tensor(scale, dtype=torch.float64), angles)
+    turned = torch.complex(*x_BNSD[..., :size].chunk(2, dim=-1)) * turn
+    return torch.cat((turned.real, turned.imag, x_BNSD[..., size:]), dim=-1)
+
+
+def _rotary_rates(hf: HubConfig, size: int) -> tuple[list[float], float]:
+    """Return the radians per position of each pair of channels, and the factor of queries and keys."""
+    described = hf.get("rope_parameters") or hf.get("rope_scaling")
+    rope = described if isinstance(described, dict) else {}
+    base = _float(rope if "rope_theta" in rope else hf, "rope_theta", 10000.0)
+    rates = [math.pow(base, -2 * pair / size) for pair in range(size // 2)]
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return rates, 1.0
+    factor = _float(rope, "factor", 1.0)
+    length = _float(rope, "original_max_position_embeddings", _float(hf, "max_position_embeddings", 2048))
+    slow, fast = _float(rope, "beta_slow", 1.0), _float(rope, "beta_fast", 32.0)
+    low, high = _float(rope, "low_freq_factor", 1.0), _float(rope, "high_freq_factor", 4.0)
+
+    def pair_of(rotations: float) -> float:
+        """Return which pair of channels turns so often within the original length."""
+        return size / 2 * math.log(length / (2 * math.pi * rotations)) / math.log(base)
+
+    def share(pair: int) -> float:
+        """Return the share of the unscaled rate."""
+        if kind == "llama3":
+            return (length * rates[pair] / (2 * math.pi) - low) / (high - low)
+        first, last = pair_of(fast), pair_of(slow)
+        if rope.get("truncate") is not False:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, size - 1)
+        return 1 - (pair - first) / (last - first or 0.001)
+
+    shares = [0.0 if kind == "linear" else min(max(share(pair), 0.0), 1.0) for pair in range(size // 2)]
+    scaled = [rate * (each + (1 - each) / factor) for rate, each in zip(rates, shares, strict=True)]
+    default = 0.1 * math.log(factor) + 1 if kind == "yarn" else 1.0
+    if kind == "yarn" and rope.get("mscale") and rope.get("mscale_all_dim"):
+        above, below = (0.1 * _float(rope, name, 1.0) * math.log(factor) + 1 for name in ("mscale", "mscale_all_dim"))
+        default = above / below
+    return scaled, _float(rope, "attention_factor", default)
+
+
+def _int(hf: HubConfig, name: str, default: int) -> int:
+    value = hf.get(name)
+    return value if isinstance(value, int) else default
+
+
+def _table(hf: HubConfig, name: str) -> HubConfig:
+    value = hf.get(name)
+    return value if isinstance(value, dict) else {}
+
+
+def _float(hf: HubConfig, name: str, default: float) -> float:
+    value = hf.get(name)
+    return float(value) if isinstance(value, int | float) else default
 
 
 def _causal(
@@ -66,8 +137,8 @@ def _causal(
 
 def gpt2_logits(hf: HubConfig, weights: Weights, tokens_BS: Tensor) -> Tensor:
     """Return the logits [B, S, V] of GPT-2."""
-    hidden, heads = int_of(hf, "n_embd", 768), int_of(hf, "n_head", 12)
-    eps = float_of(hf, "layer_norm_epsilon", 1e-5)
+    hidden, heads = _int(hf, "n_embd", 768), _int(hf, "n_head", 12)
+    eps = _float(hf, "layer_norm_epsilon", 1e-5)
     activation = _ACTIVATIONS[str(hf.get("activation_function", "gelu_new"))]
 
     def norm(x: Tensor, name: str) -> Tensor:
@@ -78,7 +149,7 @@ def gpt2_logits(hf: HubConfig, weights: Weights, tokens_BS: Tensor) -> Tensor:
 
     table = "transformer.wte.weight"
     x = F.embedding(tokens_BS, weights(table)) + weights("transformer.wpe.weight")[: tokens_BS.shape[1]]
-    for layer in range(int_of(hf, "n_layer", 12)):
+    for layer in range(_int(hf, "n_layer", 12)):
         name = f"transformer.h.{layer}"
         qkv = conv(norm(x, f"{name}.ln_1"), f"{name}.attn.c_attn").split(hidden, dim=2)
         q, k, v = (part.unflatten(2, (heads, -1)).transpose(1, 2) for part in qkv)
@@ -87,12 +158,90 @@ def gpt2_logits(hf: HubConfig, weights: Weights, tokens_BS: Tensor) -> Tensor:
     return norm(x, "transformer.ln_f") @ weights(table if hf.get("tie_word_embeddings", True) else "lm_head.weight").T
 
 
+def _mixture(hf: HubConfig, weights: Weights, x_TH: Tensor, layer: str, activation: Activation) -> Tensor:
+    """Return the sum of the chosen experts' outputs by their weights, and of the shared experts' output."""
+    router = _first(weights, *_routers(layer))
+    assert router is not None, f"{layer} has a router"
+    logits_TE = F.linear(x_TH, router, _first(weights, f"{layer}.mlp.router.bias"))
+    chosen, shares = _choice(hf, logits_TE, _first(weights, f"{layer}.mlp.gate.e_score_correction_bias"))
+    y_TH = torch.zeros_like(x_TH)
+    for expert in chosen.unique().tolist():
+        token, slot = torch.nonzero(chosen == expert, as_tuple=True)
+        if _first(weights, f"{layer}.mlp.experts.gate_up_proj_bias") is None:
+            gate, up, down = _expert(weights, layer, expert)
+            inner = activation(F.linear(x_TH[token], gate)) * F.linear(x_TH[token], up)
+            outputs = F.linear(inner, down)
+        else:
+            outputs = _clamped_expert(weights, f"{layer}.mlp.experts", expert, x_TH[token])
+        y_TH.index_add_(0, token, outputs * shares[token, slot].unsqueeze(1))
+    for name in ("shared_experts", "shared_expert"):
+        if _first(weights, f"{layer}.mlp.{name}.gate_proj.weight") is not None:
+            gate, up, down = (weights(f"{layer}.mlp.{name}.{part}_proj.weight") for part in ("gate", "up", "down"))
+            shared_TH = F.linear(activation(F.linear(x_TH, gate)) * F.linear(x_TH, up), down)
+            share = _first(weights, f"{layer}.mlp.shared_expert_gate.weight")
+            y_TH = y_TH + (shared_TH if share is None else F.linear(x_TH, share).sigmoid() * shared_TH)
+    return y_TH
+
+
+def _choice(hf: HubConfig, logits_TE: Tensor, bias_E: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the chosen experts of each token and their weights, each [T, K]."""
+    is_sigmoid = str(hf["model_type"]) in ("deepseek_v3", "glm4_moe")
+    scores = logits_TE.sigmoid() if is_sigmoid else logits_TE.softmax(-1)
+    choice = scores if bias_E is None else scores + bias_E
+    groups, kept = int(str(hf.get("n_group") or 1)), int(str(hf.get("topk_group") or 1))
+    if is_sigmoid and groups > 1:
+        grouped = choice.unflatten(-1, (groups, -1))
+        best = grouped.sort(-1, descending=True).values[..., :2].sum(-1).topk(kept).indices
+        outside = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(-1, best, False)
+        choice = grouped.masked_fill(outside.unsqueeze(-1), float("-inf")).flatten(-2)
+    chosen = choice.topk(int(str(hf.get("num_experts_per_tok") or 8))).indices
+    shares = scores.gather(-1, chosen)
+    always = {"mixtral": True, "gpt_oss": True, "deepseek_v3": True, "glm4_moe": True}.get(str(hf["model_type"]), False)
+    if hf.get("norm_topk_prob", always):
+        shares = shares / shares.sum(-1, keepdim=True)
+    return chosen, shares * float(str(hf.get("routed_scaling_factor") or 1.0))
+
+
+def _clamped_expert(weights: Weights, name: str, expert: int, x_TH: Tensor) -> Tensor:
+    """Return the output of an expert of gpt-oss (OpenAI 2025), whose gate and up columns alternate."""
+    both = x_TH @ weights(f"{name}.gate_up_proj")[expert] + weights(f"{name}.gate_up_proj_bias")[expert]
+    gate, up = both[:, 0::2].clamp(max=7.0), both[:, 1::2].clamp(-7.0, 7.0)
+    inner = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+    return inner @ weights(f"{name}.down_proj")[expert] + weights(f"{name}.down_proj_bias")[expert]
+
+
+def _expert(weights: Weights, layer: str, expert: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return gate, up and down projection of an expert, which files hold in one of three ways."""
+    both = _first(weights, f"{layer}.mlp.experts.gate_up_proj")
+    if both is not None:
+        gate, up = both[expert].chunk(2)
+        return gate, up, weights(f"{layer}.mlp.experts.down_proj")[expert]
+    named = [f"{layer}.mlp.experts.{expert}.{part}_proj.weight" for part in ("gate", "up", "down")]
+    if _first(weights, named[0]) is None:
+        named = [f"{layer}.block_sparse_moe.experts.{expert}.w{number}.weight" for number in (1, 3, 2)]
+    return weights(named[0]), weights(named[1]), weights(named[2])
+
+
+def _routers(layer: str) -> tuple[str, ...]:
+    return f"{layer}.mlp.gate.weight", f"{layer}.block_sparse_moe.gate.weight", f"{layer}.mlp.router.weight"
+
+
+def _first(weights: Weights, *names: str) -> Tensor | None:
+    """Return the first of some tensors that the files have."""
+    for name in names:
+        try:
+            return weights(name)
+        except KeyError:
+            continue
+    return None
+
+
 def _is_rotated(hf: HubConfig, layer: int) -> bool:
     """Return whether a layer has rotary positions."""
     rotated = hf.get("no_rope_layers")
     if isinstance(rotated, list):
         return bool(rotated[layer])
-    return (layer + 1) % int_of(hf, "no_rope_layer_interval", layer + 2) != 0
+    return (layer + 1) % _int(hf, "no_rope_layer_interval", layer + 2) != 0
 
 
 def _is_sliding(hf: HubConfig, layer: int) -> bool:
@@ -103,12 +252,12 @@ def _is_sliding(hf: HubConfig, layer: int) -> bool:
     if "no_rope_layer_interval" in hf:
         return not _is_rotated(hf, layer)
     if "full_every" in hf:
-        return (layer + 1) % int_of(hf, "sliding_window_pattern", int_of(hf, "full_every", 1)) != 0
-    return layer >= int_of(hf, "max_window_layers", 0)
+        return (layer + 1) % _int(hf, "sliding_window_pattern", _int(hf, "full_every", 1)) != 0
+    return layer >= _int(hf, "max_window_layers", 0)
 
 
 class _Decoding:
-    """A forward pass of a model like Llama."""
+    """Forward pass of a model like Llama."""
 
     def __init__(self, hf: HubConfig, weights: Weights, kind: Decoder) -> None:
         caps = {name: 0.0 for name in ("attn_logit_softcapping", "final_logit_softcapping") if hf.get(name, 0) is None}
@@ -123,10 +272,10 @@ class _Decoding:
         """Return the logits [B, S, V]."""
         hf, kind, table = self.hf, self.kind, "model.embed_tokens.weight"
         x = F.embedding(tokens_BS, self.weights(table))
-        root = int_of(hf, "hidden_size", 4096) ** 0.5
-        x = x * (root if kind.scales_embedding else float_of(hf, "embedding_multiplier", 1.0))
-        residual = float_of(hf, "residual_multiplier", 1.0)
-        for layer in range(int_of(hf, "num_hidden_layers", 32)):
+        root = _int(hf, "hidden_size", 4096) ** 0.5
+        x = x * (root if kind.scales_embedding else _float(hf, "embedding_multiplier", 1.0))
+        residual = _float(hf, "residual_multiplier", 1.0)
+        for layer in range(_int(hf, "num_hidden_layers", 32)):
             name = f"model.layers.{layer}"
             for place in range(2):
                 y = self.norm(x, f"{name}.{kind.before[place]}") if kind.before else x
@@ -134,12 +283,12 @@ class _Decoding:
                 x = x + (self.norm(y, f"{name}.{kind.after[place]}") if kind.after else y) * residual
         tied = hf.get("tie_word_embeddings", False)
         logits = self.norm(x, "model.norm") @ self.weights(table if tied else "lm_head.weight").T
-        logits = logits / float_of(hf, "logits_scaling", 1.0)
-        cap = float_of(hf, "final_logit_softcapping", 0.0)
+        logits = logits / _float(hf, "logits_scaling", 1.0)
+        cap = _float(hf, "final_logit_softcapping", 0.0)
         return cap * torch.tanh(logits / cap) if cap else logits
 
     def norm(self, x: Tensor, name: str) -> Tensor:
-        eps = float_of(self.hf, self.kind.epsilon, 1e-6)
+        eps = _float(self.hf, self.kind.epsilon, 1e-6)
         if self.kind.norm == "plain layer":
             return F.layer_norm(x, x.shape[-1:], None, None, eps)
         weight = self.weights(f"{name}.weight")
@@ -155,11 +304,9 @@ class _Decoding:
         hf, kind = self.hf, self.kind
         if kind.is_latent:
             return self.latent_attention(x, name)
-        heads = int_of(hf, "num_attention_heads", 32)
-        groups, size = (
-            int_of(hf, "num_key_value_heads", heads),
-            int_of(hf, "head_dim", int_of(hf, "hidden_size", 4096) // heads),
-        )
+        heads = _int(hf, "num_attention_heads", 32)
+        groups = _int(hf, "num_key_value_heads", heads)
+        size = _int(hf, "head_dim", _int(hf, "hidden_size", 4096) // heads)
         if kind.mlp[1] == "gate_up_proj":
             qkv = self.linear(x, f"{name}.qkv_proj", self.in_qkv)
             parts = list(qkv.split([heads * size, groups * size, groups * size], dim=2))
@@ -170,32 +317,23 @@ class _Decoding:
         q, k, v = (part.unflatten(2, (-1, size)).transpose(1, 2) for part in parts)
         if kind.head_norms == "head" and hf.get("use_qk_norm", True):
             q, k = self.norm(q, f"{name}.q_norm"), self.norm(k, f"{name}.k_norm")
-        window = int_of(hf, "sliding_window", 0) if hf.get("use_sliding_window", True) else 0
+        window = _int(hf, "sliding_window", 0) if hf.get("use_sliding_window", True) else 0
         slides = bool(window) and _is_sliding(hf, layer)
         if _is_rotated(hf, layer):
-            q, k = (rotated(part, hf, kind.local_base if slides else "") for part in (q, k))
+            q, k = (_rotated(part, hf, kind.local_base if slides else "") for part in (q, k))
         k, v = (part.repeat_interleave(heads // groups, dim=1) for part in (k, v))
-        scale = (
-            float_of(hf, kind.scale, size) ** -0.5 if kind.scale else float_of(hf, "attention_multiplier", size**-0.5)
-        )
-        cap = float_of(hf, "attn_logit_softcapping", 0.0)
-        y = _causal(
-            q,
-            k,
-            v,
-            scale,
-            window=window if slides else None,
-            cap=cap,
-            sinks_N=first_of(self.weights, f"{name}.sinks"),
-        )
+        scale = _float(hf, kind.scale, size) ** -0.5 if kind.scale else _float(hf, "attention_multiplier", size**-0.5)
+        cap = _float(hf, "attn_logit_softcapping", 0.0)
+        sinks = _first(self.weights, f"{name}.sinks")
+        y = _causal(q, k, v, scale, window=window if slides else None, cap=cap, sinks_N=sinks)
         return self.linear(y, f"{name}.o_proj", self.in_output)
 
     def latent_attention(self, x: Tensor, name: str) -> Tensor:
         """Return latent attention: heads of keys and values from a normalized latent, and one rotated key for all."""
-        hf, heads = self.hf, int_of(self.hf, "num_attention_heads", 128)
-        plain, turned = int_of(hf, "qk_nope_head_dim", 128), int_of(hf, "qk_rope_head_dim", 64)
+        hf, heads = self.hf, _int(self.hf, "num_attention_heads", 128)
+        plain, turned = _int(hf, "qk_nope_head_dim", 128), _int(hf, "qk_rope_head_dim", 64)
         in_down = bool(hf.get("attention_bias", False))
-        if first_of(self.weights, f"{name}.q_a_proj.weight") is None:
+        if _first(self.weights, f"{name}.q_a_proj.weight") is None:
             q = self.linear(x, f"{name}.q_proj", False)
         else:
             latent = self.norm(self.linear(x, f"{name}.q_a_proj", in_down), f"{name}.q_a_layernorm")
@@ -209,18 +347,18 @@ class _Decoding:
             q_pos, k_pos = (torch.cat((t[..., 0::2], t[..., 1::2]), -1) for t in (q[..., plain:], k_pos))
         else:
             q_pos = q[..., plain:]
-        q_pos, k_pos = (rotated(t, {**hf, "partial_rotary_factor": 1.0}, "") for t in (q_pos, k_pos))
+        q_pos, k_pos = (_rotated(t, {**hf, "partial_rotary_factor": 1.0}, "") for t in (q_pos, k_pos))
         k = torch.cat((kv[..., :plain], k_pos.expand_as(q_pos)), -1)
-        rope = table_of(hf, "rope_parameters") or table_of(hf, "rope_scaling")
-        mscale = 0.1 * float_of(rope, "mscale_all_dim", 0.0) * math.log(float_of(rope, "factor", 1.0)) + 1
+        rope = _table(hf, "rope_parameters") or _table(hf, "rope_scaling")
+        mscale = 0.1 * _float(rope, "mscale_all_dim", 0.0) * math.log(_float(rope, "factor", 1.0)) + 1
         y = _causal(torch.cat((q[..., :plain], q_pos), -1), k, kv[..., plain:], (plain + turned) ** -0.5 * mscale**2)
         return self.linear(y, f"{name}.o_proj", self.in_output)
 
     def inner(self, x: Tensor, name: str) -> Tensor:
         """Return the output of a layer's experts, or of its MLP."""
-        if not has_router(self.weights, name):
+        if _first(self.weights, *_routers(name)) is None:
             return self.mlp(x, f"{name}.mlp")
-        return mixture(self.hf, self.weights, x.flatten(0, 1), name, self.activation).view_as(x)
+        return _mixture(self.hf, self.weights, x.flatten(0, 1), name, self.activation).view_as(x)
 
     def mlp(self, x: Tensor, name: str) -> Tensor:
         gate_name, up_name, down_name = self.kind.mlp
@@ -235,19 +373,15 @@ class _Decoding:
         return self.linear(y, f"{name}.{down_name}", self.in_mlp)
 
 
-def decoder_logits(hf: HubConfig, weights: Weights, tokens_BS: Tensor, kind: Decoder) -> Tensor:
-    """Return the logits [B, S, V] of a model like Llama."""
+def _decoder_logits(kind: Decoder, hf: HubConfig, weights: Weights, tokens_BS: Tensor) -> Tensor:
     return _Decoding(hf, weights, kind).logits(tokens_BS)
 
 
 def neox_logits(hf: HubConfig, weights: Weights, tokens_BS: Tensor) -> Tensor:
     """Return the logits [B, S, V] of GPT-NeoX, whose attention and MLP may read the same residual stream."""
-    older = {
-        "partial_rotary_factor": float_of(hf, "rotary_pct", 0.25),
-        "rope_theta": float_of(hf, "rotary_emb_base", 1e4),
-    }
-    hf = {**older, **hf}
-    heads, eps = int_of(hf, "num_attention_heads", 64), float_of(hf, "layer_norm_eps", 1e-5)
+    share, base = _float(hf, "rotary_pct", 0.25), _float(hf, "rotary_emb_base", 1e4)
+    hf = {"partial_rotary_factor": share, "rope_theta": base, **hf}
+    heads, eps = _int(hf, "num_attention_heads", 64), _float(hf, "layer_norm_eps", 1e-5)
     activation = _ACTIVATIONS[str(hf.get("hidden_act", "gelu"))]
     has_bias = bool(hf.get("attention_bias", True))
 
@@ -259,11 +393,11 @@ def neox_logits(hf: HubConfig, weights: Weights, tokens_BS: Tensor) -> Tensor:
 
     table = "gpt_neox.embed_in.weight"
     x = F.embedding(tokens_BS, weights(table))
-    for layer in range(int_of(hf, "num_hidden_layers", 44)):
+    for layer in range(_int(hf, "num_hidden_layers", 44)):
         name = f"gpt_neox.layers.{layer}"
         qkv = linear(norm(x, f"{name}.input_layernorm"), f"{name}.attention.query_key_value", has_bias)
         q, k, v = qkv.unflatten(2, (heads, -1)).transpose(1, 2).chunk(3, dim=-1)
-        y = linear(_causal(rotated(q, hf, ""), rotated(k, hf, ""), v), f"{name}.attention.dense", has_bias)
+        y = linear(_causal(_rotated(q, hf, ""), _rotated(k, hf, ""), v), f"{name}.attention.dense", has_bias)
         read = x if hf.get("use_parallel_residual", True) else x + y
         z = linear(norm(read, f"{name}.post_attention_layernorm"), f"{name}.mlp.dense_h_to_4h")
         x = x + y + linear(activation(z), f"{name}.mlp.dense_4h_to_h")
@@ -274,5 +408,5 @@ def neox_logits(hf: HubConfig, weights: Weights, tokens_BS: Tensor) -> Tensor:
 REFERENCE_LOGITS: Mapping[str, Callable[[HubConfig, Weights, Tensor], Tensor]] = {
     "gpt2": gpt2_logits,
     "gpt_neox": neox_logits,
-    **{name: partial(decoder_logits, kind=kind) for name, kind in DECODERS.items()},
+    **{name: partial(_decoder_logits, kind) for name, kind in DECODERS.items()},
 }

@@ -1,8 +1,6 @@
-"""The logical tensors in each tensor of a Hugging Face file, by name.
+"""The logical tensors in each tensor of a Hugging Face file, by name: one table per model type.
 
-transformer.h.0.attn.c_attn.weight [H, 3H]  =  (layers.0.attention.q | .k | .v [H, H], concatenated along rows)^T
-
-Names of modules in files of Hugging Face, and of our modules whose tensors they hold: one table per model type.
+    transformer.h.0.attn.c_attn.weight [H, 3H]  =  (layers.0.attention.q | .k | .v [H, H], along rows)^T
 
 GPT-2's linears are `Conv1D`, y = x W + b, whose W is the transpose of our weight; Llama's weights are like ours.
 """
@@ -37,9 +35,7 @@ _GPT2 = {
 _LLAMA = {
     "model.embed_tokens": ("embedding",),
     "model.layers.{n}.input_layernorm": ("layers.{n}.input_norm",),
-    "model.layers.{n}.self_attn.q_proj": ("layers.{n}.attention.q",),
-    "model.layers.{n}.self_attn.k_proj": ("layers.{n}.attention.k",),
-    "model.layers.{n}.self_attn.v_proj": ("layers.{n}.attention.v",),
+    **{f"model.layers.{{n}}.self_attn.{part}_proj": (f"layers.{{n}}.attention.{part}",) for part in "qkv"},
     "model.layers.{n}.self_attn.o_proj": ("layers.{n}.attention.proj",),
     "model.layers.{n}.post_attention_layernorm": ("layers.{n}.post_attention_norm",),
     "model.layers.{n}.mlp.gate_proj": ("layers.{n}.mlp.gate",),
@@ -84,19 +80,18 @@ def _modules(*changes: Mapping[str, tuple[str, ...] | None]) -> dict[str, tuple[
 
 
 _PARTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "fc2"}
-_EXPERTS = {
-    f"{LAYER}mlp.experts.{{e}}.{theirs}": (f"layers.{{n}}.mlp.experts.{{e}}.{ours}",) for theirs, ours in _PARTS.items()
-}
+
+
+def _mlp(theirs: str, ours: str) -> dict[str, tuple[str, ...]]:
+    return {f"{LAYER}mlp.{theirs}.{name}": (f"layers.{{n}}.mlp.{ours}.{part}",) for name, part in _PARTS.items()}
+
+
+_EXPERTS = _mlp("experts.{e}", "experts.{e}")
 _ROUTER = {f"{LAYER}mlp.gate": ("layers.{n}.mlp.router",)}
 _CHOICE_BIAS = {f"{LAYER}mlp.gate.e_score_correction_bias!": ("layers.{n}.mlp.router.expert_bias",)}
-_SHARED = {
-    f"{LAYER}mlp.shared_experts.{theirs}": (f"layers.{{n}}.mlp.shared_experts.{ours}",)
-    for theirs, ours in _PARTS.items()
-}
-_GATED_SHARED = {
-    f"{LAYER}mlp.shared_expert.{theirs}": (f"layers.{{n}}.mlp.shared_experts.{ours}",)
-    for theirs, ours in _PARTS.items()
-} | {f"{LAYER}mlp.shared_expert_gate": ("layers.{n}.mlp.shared_gate",)}
+_SHARED = _mlp("shared_experts", "shared_experts")
+_SHARED_GATE = {f"{LAYER}mlp.shared_expert_gate": ("layers.{n}.mlp.shared_gate",)}
+_GATED_SHARED = {**_mlp("shared_expert", "shared_experts"), **_SHARED_GATE}
 _MIXTRAL = {
     f"{LAYER}block_sparse_moe.gate": ("layers.{n}.mlp.router",),
     f"{LAYER}block_sparse_moe.experts.{{e}}.w1": ("layers.{n}.mlp.experts.{e}.gate",),
@@ -177,11 +172,7 @@ MODULES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "olmoe": _modules(_HEAD_NORMS, _ROUTER, _EXPERTS),
     "gemma": _LLAMA,
     "gemma2": _modules(_OUTPUT_NORMS, _INPUT_NORM_OF_MLP),
-    "gemma3_text": _modules(
-        _HEAD_NORMS,
-        _OUTPUT_NORMS,
-        _INPUT_NORM_OF_MLP,
-    ),
+    "gemma3_text": _modules(_HEAD_NORMS, _OUTPUT_NORMS, _INPUT_NORM_OF_MLP),
 }
 
 

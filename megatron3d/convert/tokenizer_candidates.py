@@ -1,8 +1,6 @@
 """Tokenizers of Hugging Face's library that may equal one of ours: bytes, characters and SentencePiece's pieces.
 
-SentencePiece models as tokenizers of Hugging Face's library: the same normalization, pieces and order of merges.
-
-    model file: ModelProto { pieces: [piece, score, type], trainer_spec, normalizer_spec }, a protobuf message
+    model file of SentencePiece: ModelProto { pieces: [piece, score, type], trainer_spec, normalizer_spec }, a protobuf
 
 Field numbers are those of sentencepiece_model.proto (github.com/google/sentencepiece).
 """
