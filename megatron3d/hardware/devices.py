@@ -1,6 +1,4 @@
-"""Kernels of torch's scaled_dot_product_attention that a run can use and the one it gets, as torch reports them.
-
-Peak FLOP/s of a device, the denominator of MFU, and the source of the number.
+"""Peak FLOP/s of a device, the denominator of MFU, and the attention kernel that a run gets, as torch reports it.
 
 There is one YAML per accelerator: a regular expression for the device name that the driver reports, the dense peak per
 precision in TFLOP/s (never the doubled peak of structured sparsity), and the published source of these numbers.

@@ -25,12 +25,7 @@ __all__ = ["read_run", "resolve", "restore"]
 DISPATCHER = "moe_token_dispatcher_type"
 
 
-def read_run(
-    folder: Path,
-    overrides: Sequence[str],
-    world_size: int,
-    micro_batch_size: int | None = None,
-) -> Config:
+def read_run(folder: Path, overrides: Sequence[str], world_size: int, micro_batch_size: int | None = None) -> Config:
     """Return the configuration for inference of a run: under a launcher with the run's layout, else for one process.
 
     A microbatch has `micro_batch_size` sequences (None: as few as the tensor axes allow), and a step has the smallest

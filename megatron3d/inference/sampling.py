@@ -1,4 +1,4 @@
-"""Sampling with a KV cache in any layout: next-token logits of a batch of growing contexts, and choice of a token.
+"""Sampling and log probabilities with a KV cache in any layout, with speculative generation.
 
     cached    t0 t1 t2                tokens of a context in the KV cache
     context   t0 t1 t2 t3 t4          prefill t3; decoding t4 gives the logits of t5
@@ -6,8 +6,8 @@
 The common prefix of a context and the cache is not recomputed.  A context longer than `seq_length` keeps its last
 `seq_length` tokens, whose positions change with every token, so that each further token costs a whole prefill.
 
-Speculative generation: modules of multi-token prediction draft tokens, and the model verifies them in one forward
-(Leviathan et al. 2023, arXiv:2211.17192; with these modules DeepSeek-AI 2024, arXiv:2412.19437, section 2.3).
+Modules of multi-token prediction draft tokens, and the model verifies them in one forward (Leviathan et al. 2023,
+arXiv:2211.17192; with these modules DeepSeek-AI 2024, arXiv:2412.19437, section 2.3).
 
     text      t0 .. t3                    its last token is not in the cache
     draft     t4, t5                      t4 by module 1 from h of t2 and t3; t5 by module 2 from module 1 and t4
@@ -16,10 +16,6 @@ Speculative generation: modules of multi-token prediction draft tokens, and the 
 A draft t of probability q(t) is kept with probability min(1, p(t) / q(t)), p being the model's; in place of the first
 rejected one a token is drawn from max(p - q, 0).  So tokens have the model's distribution, and at temperature 0 they
 are those of generation without drafts.  Rejected positions in the caches are overwritten before they are read.
-
-Log probabilities of texts after their contexts, in any layout, with the logits of `CHUNK` positions at once.
-
-log p(continuation | context)  =  sum over tokens of the continuation of log p(token | all tokens before it)
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Record of one logged step, and its console line in Megatron-LM's format, which existing log parsers read.
 
-Throughput of a run, and its fraction of the devices' peak.
-
 MFU = model FLOPs of a step / (time * ranks * peak)          Chowdhery et al. 2022 (arXiv:2204.02311, appendix B)
 HFU = the same with all FLOPs of the hardware: activation recomputation and padding included
 """

@@ -2,13 +2,10 @@
 
     data_path, split                                       each corpus is split into train, valid and test
     train_data_path, valid_data_path, test_data_path       each split has corpora of its own
+    sample i of a blend                                    sample j of source s,   (s, j) = blend(i)
 
-A path is a prefix of token files, several prefixes with weights (a blend), or in the second form the name of a
-Hugging Face dataset (stream.py).
-
-Samples of token files: of one split of a corpus, of several corpora in the order of a blend, and for an evaluation.
-
-sample i of a blend = sample j of source s,   (s, j) = blend(i);   sample j = the window that plan.py defines
+A path is a prefix of token files, several prefixes with weights, or in the second form the name of a Hugging Face
+dataset (stream.py).
 """
 
 from __future__ import annotations

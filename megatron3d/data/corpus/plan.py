@@ -1,22 +1,17 @@
 """Which tokens a sample is: pure functions of (seed, corpus, index), in constant memory, without an index.
 
-Keyed permutations of range(n) that are computed entry by entry, in constant memory.
-
-A Feistel network permutes a grid of rows x columns >= n cells, rows and columns near the square root of n, by additions
-modulo rows and columns in place of exclusive or; an image beyond n is permuted again until it is below n, which keeps
-the map a bijection (Black and Rogaway 2002, "Ciphers with arbitrary finite domains", sections 4 and 5).  The round
-function is SplitMix64 (Steele, Lea and Flood 2014).
-
-The tokens of sample i: pure functions of (seed, i), without an index, in constant memory.
-
 split    contiguous token ranges of the corpus by weight (not by documents: one long document is split too)
 window w of a split = tokens [w S, w S + S]: S + 1 tokens, neighbours have one in common, a shorter rest is unused
 sample i = window permutation[epoch](i mod windows), epoch = i div windows
 
-The source of each sample of a blend: a function of its index that keeps each source within one of its share.
+A permutation of range(n) is computed entry by entry: a Feistel network permutes a grid of rows x columns >= n cells,
+rows and columns near the square root of n, by additions modulo rows and columns in place of exclusive or; an image
+beyond n is permuted again until it is below n, which keeps the map a bijection (Black and Rogaway 2002, "Ciphers with
+arbitrary finite domains", sections 4 and 5).  The round function is SplitMix64 (Steele, Lea and Flood 2014).
 
-Weights are integers p with the total T.  The order repeats after T samples, p[s] of which come from source s; for k
-sources it is the chairman assignment (Tijdeman 1980, "The chairman assignment problem", Discrete Mathematics 32):
+The order of a blend's sources has integer weights p with the total T and repeats after T samples, p[s] of which come
+from source s; for k sources it is the chairman assignment (Tijdeman 1980, "The chairman assignment problem", Discrete
+Mathematics 32):
 
     | samples of s among the first n  -  n p[s] / T |  <=  1 - 1 / (2 k - 2)      for every n and s
 

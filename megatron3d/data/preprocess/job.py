@@ -123,9 +123,12 @@ class ResumeLog:
         size, self._crc32 = (0, 0) if crc32 is None else (len(first), crc32)
         for line in lines if size else ():
             values, crc32 = _parse(line, self._crc32)
-            if crc32 is None or (point := _point(values)) is None:
+            if crc32 is None:
                 break
-            self.points.append(point)
+            try:
+                self.points.append(_POINT.validate_python(values))
+            except ValidationError:
+                break
             size, self._crc32 = size + len(line), crc32
         if b"\n" in content[size:]:
             number = content[:size].count(b"\n") + 1
@@ -147,13 +150,6 @@ def _parse(line: bytes, before: int) -> tuple[dict[str, Any] | None, int | None]
         return None, None
     found = values.pop("crc32", None)
     return values, found if found == _checksum(values, before) else None
-
-
-def _point(values: object) -> ResumePoint | None:
-    try:
-        return _POINT.validate_python(values)
-    except ValidationError:
-        return None
 
 
 def _require_same(path: Path, job: Mapping[str, JsonValue], found: Mapping[str, Any], is_valid: bool) -> None:
@@ -271,12 +267,7 @@ def _resume_point(log: ResumeLog, job: PreprocessJob) -> ResumePoint:
 
 
 def _encode_rest(
-    job: PreprocessJob,
-    log: ResumeLog,
-    point: ResumePoint,
-    num_workers: int,
-    interval_s: float,
-    on_progress: OnProgress,
+    job: PreprocessJob, log: ResumeLog, point: ResumePoint, num_workers: int, interval_s: float, on_progress: OnProgress
 ) -> ResumePoint:
     writers: list[IndexedWriter] = []
     logged_at = time.monotonic()

@@ -1,6 +1,4 @@
-"""Read the records of an input chunk from any position on, with one document in memory.
-
-Split long texts into sections whose tokens, joined, are those of the whole text, and texts into sentences.
+"""Read the records of an input chunk from any position on, with one document in memory, and split long texts.
 
 A split is exact where encode(left + right) = encode(left) + encode(right), tried on the characters around it.  For a
 SentencePiece model that puts a space before each text, the same holds where `right` begins with a space and loses it.

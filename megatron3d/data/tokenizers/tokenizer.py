@@ -21,13 +21,7 @@ import numpy.typing as npt
 import sentencepiece
 import tokenizers
 
-from megatron3d.data.tokenizers.special_tokens import (
-    END_TOKENS,
-    SpecialTokens,
-    Vocabulary,
-    declared_tokens,
-    template,
-)
+from megatron3d.data.tokenizers.special_tokens import END_TOKENS, SpecialTokens, Vocabulary, declared_tokens, template
 from megatron3d.errors import UserError
 from megatron3d.runtime.arguments import read_limited, shorten
 
