@@ -27,9 +27,6 @@ from megatron3d.convert.fields import (
 from megatron3d.errors import UserError
 from megatron3d.model.spec import Architecture
 
-# Switches for which the architecture has None where they do not matter.
-_BIASES, _LOCAL_ROPE = ("add_qkv_bias", "add_mlp_bias"), (LOCAL_BASE,)
-
 
 def model_type_of(settings: HubConfig) -> str:
     """Return the model type; raises UserError for one that cannot be converted."""
@@ -57,7 +54,11 @@ def read_settings(settings: HubConfig, seq_length: int | None = None) -> ModelCo
     """
     model_type = model_type_of(settings)
     hub_type = MODEL_TYPES[model_type]
-    contradictions = _contradictions(settings, hub_type)
+    contradictions = [
+        f"{old}={show(settings[old])} and {new}={show(settings[new])}: they are one field; remove the wrong one"
+        for old, new in hub_type.aliases.items()
+        if {old, new} <= settings.keys() and settings[old] != settings[new]
+    ]
     settings = {hub_type.aliases.get(name, name): value for name, value in settings.items()}
     settings, rotary, problems = read_rope(settings, hub_type)
     problems += contradictions
@@ -74,8 +75,10 @@ def read_settings(settings: HubConfig, seq_length: int | None = None) -> ModelCo
     values |= rotary | layers | {"family": hub_type.family, "seq_length": longest if seq_length is None else seq_length}
     if isinstance(longest, int) and seq_length is not None and seq_length > longest:
         raise UserError(f"--seq-length {seq_length}: the model has {longest} positions; use at most {longest}")
+    computed = hub_type.computed if isinstance(values["hidden_size"], int | float) else {}  # else the schema refuses it
+    others = {name: of(values.__getitem__) for name, of in computed.items()}
     try:
-        return ModelConfig.model_validate(values | {**hub_type.fixed} | _computed(values, hub_type))
+        return ModelConfig.model_validate(values | {**hub_type.fixed} | others)
     except ValidationError as error:
         raise UserError(
             *(_wrong(hub_type, detail["loc"], detail["msg"], values) for detail in error.errors())
@@ -138,16 +141,6 @@ def _values(settings: HubConfig, hub_type: ModelType) -> tuple[dict[str, JsonVal
     return values, problems
 
 
-def _contradictions(settings: HubConfig, hub_type: ModelType) -> list[str]:
-    """Return a sentence for each field that is there by two names with two values."""
-    both = [(old, new) for old, new in hub_type.aliases.items() if {old, new} <= settings.keys()]
-    return [
-        f"{old}={show(settings[old])} and {new}={show(settings[new])}: they are one field; remove the wrong one"
-        for old, new in both
-        if settings[old] != settings[new]
-    ]
-
-
 def _unknown(settings: HubConfig, hub_type: ModelType) -> Iterator[str]:
     """Yield a sentence for each field that may describe another network."""
     known = {*hub_type.read_names, *hub_type.constants, *METADATA}
@@ -179,11 +172,11 @@ def _obstacles(arch: Architecture, hub_type: ModelType) -> Iterator[str]:
 def _traits(arch: Architecture, hub_type: ModelType) -> dict[str, object]:
     """Return the values that our keys have in every model of this type; of switches that it lacks, those without
     effect."""
-    chosen = {*hub_type.fields, *hub_type.fixed, *hub_type.computed, *(_LOCAL_ROPE if hub_type.has_local_rope else ())}
+    chosen = {*hub_type.fields, *hub_type.fixed, *hub_type.computed, *((LOCAL_BASE,) * hub_type.has_local_rope)}
     chosen |= {"softmax_scale"} if hub_type.has_mscale else set()
     chosen |= {key for derived in hub_type.derived for key in derived.keys}
     # Biases that are the same for all linears need no key of their own.
-    absent = {name: arch.add_bias_linear if name in _BIASES else value for name, value in SWITCHES.items()}
+    absent = {**SWITCHES, **dict.fromkeys(("add_qkv_bias", "add_mlp_bias"), arch.add_bias_linear)}
     computed = {name: of(partial(arch_value, arch)) for name, of in hub_type.computed.items()}
     return {name: value for name, value in absent.items() if name not in chosen} | {**hub_type.fixed} | computed
 
@@ -204,19 +197,9 @@ def _layer_obstacles(arch: Architecture, hub_type: ModelType) -> Iterator[str]:
         yield f"softmax_scale={arch.softmax_scale}: {hub_type.class_name} scales scores with rotary_scaling=yarn only"
     if arch.no_rope_freq and not hub_type.has_no_rope_layers:
         yield f"no_rope_freq={show(arch.no_rope_freq)}: every layer of {hub_type.class_name} has rotary positions"
-    if (
-        hub_type.has_local_rope
-        and arch.rope_local_base_freq is None
-        and arch.window is not None
-        and arch.rotary_scaling
-    ):
+    is_alike = arch.rope_local_base_freq is None and arch.window is not None
+    if hub_type.has_local_rope and is_alike and arch.rotary_scaling:
         yield f"rope_local_base_freq=null: layers of {hub_type.class_name} with a window have unscaled rotary positions"
-
-
-def _computed(values: HubConfig, hub_type: ModelType) -> dict[str, object]:
-    """Return the values that follow from others; of values that our schema refuses none."""
-    numbers = isinstance(values["hidden_size"], int | float)
-    return {name: of(values.__getitem__) for name, of in hub_type.computed.items() if numbers}
 
 
 def _lost_values(arch: Architecture, hub_type: ModelType) -> Iterator[str]:
@@ -227,9 +210,8 @@ def _lost_values(arch: Architecture, hub_type: ModelType) -> Iterator[str]:
             yield f"model.{name}={show(value)}: the tensors are written as zeros; a conversion back will say {back}"
     known_names = {*hub_type.fields, *hub_type.fixed, "activation", "padded_vocab_size", "num_query_groups"}
     known_names |= {"kv_channels", "experts", "balance", "rotary_scaling", "no_rope_freq", "window", "window_pattern"}
-    known_names |= {*SWITCHES}
-    known_names.add("mtp_loss_scaling_factor")  # a factor of training only, without effect where mtp_num_layers is 0
-    known_names |= set() if hub_type.has_rope else {"rotary_base"}
+    # The last is a factor of training only, without effect where mtp_num_layers is 0.
+    known_names |= {*SWITCHES, *(() if hub_type.has_rope else ("rotary_base",)), "mtp_loss_scaling_factor"}
     for name in (field.name for field in fields(arch) if field.name not in known_names):
         value, silent = getattr(arch, name), {"hidden_dropout": 0.0, "seq_length": arch.max_position_embeddings}[name]
         if value != silent:

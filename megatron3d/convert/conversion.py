@@ -19,14 +19,13 @@ from megatron3d.checkpoint import store
 from megatron3d.checkpoint.index import read_index, read_meta
 from megatron3d.checkpoint.store import Piece
 from megatron3d.comm.process_comm import ProcessComm
-from megatron3d.config.model_defaults import resolve_architecture
 from megatron3d.config.read import Resolved, read_config
 from megatron3d.config.report import write_resolved
-from megatron3d.config.schema import CheckpointConfig, Config, DataConfig, Section
+from megatron3d.config.schema import CheckpointConfig, Config, DataConfig, Section, TrainConfig
 from megatron3d.config.suggest import SECTIONS
 from megatron3d.convert import compare
 from megatron3d.convert.compare import LogitComparison
-from megatron3d.convert.config_json import model_type_of, read_settings, represents, write_settings
+from megatron3d.convert.config_json import represents, write_settings
 from megatron3d.convert.fields import HubConfig
 from megatron3d.convert.hub_weights import (
     DTYPES,
@@ -34,13 +33,12 @@ from megatron3d.convert.hub_weights import (
     divide,
     dtype_of,
     num_bytes,
-    refuse_code,
+    open_folder,
     rows_of,
     weights_meta,
-    without_absent_modules,
     write_shards,
 )
-from megatron3d.convert.output_files import folder_tokenizer, output_folder, read_json, source_file, write_json
+from megatron3d.convert.output_files import folder_tokenizer, output_folder, read_json, write_json
 from megatron3d.convert.tensor_names import FileTensor, RowRange, file_tensors
 from megatron3d.convert.tokenizer import GENERATION, export_tokenizer, id_value, import_tokenizer, keep_token_ids
 from megatron3d.data.tokenizers.tokenizer import Tokenizer
@@ -94,13 +92,9 @@ class LogitsDiffer(RuntimeError):
 
 def from_hub(request: ConversionRequest) -> ConversionReport:
     """Write a run's folder with the weights of a Hugging Face folder; raises UserError or LogitsDiffer."""
-    settings = read_json(source_file(request.source, "config.json"))
-    code = refuse_code(request.source, settings)
-    model, absent = without_absent_modules(request.source, read_settings(settings, request.seq_length))
+    hub = open_folder(request.source, request.seq_length)
+    model, arch, weights = hub.model, hub.arch, hub.weights
     assert model.vocab_size is not None, "config.json has a vocabulary"
-    arch, model_type = resolve_architecture(model, model.vocab_size), model_type_of(settings)
-    weights = HubWeights(request.source, arch, model_type)
-    table = weights.table
     with output_folder(request.target) as folder:
         tokenizer, kind, name = import_tokenizer(
             request.source, folder, request.tokenizer_type, request.tokenizer_model
@@ -110,24 +104,25 @@ def from_hub(request: ConversionRequest) -> ConversionReport:
                 f"{request.source}: the tokenizer has {tokenizer.vocab_size} tokens, the model vocab_size="
                 f"{model.vocab_size}; name the model's own tokenizer with --tokenizer-type and --tokenizer-model"
             )
-        notes = keep_token_ids(settings, request.source, folder, tokenizer.vocab_size) if name else []
-        meta = weights_meta(arch, tokenizer.fingerprint, model_type)
-        pieces = _pieces(table, weights, request.dtype)
+        notes = keep_token_ids(hub.settings, request.source, folder, tokenizer.vocab_size) if name else []
+        meta = weights_meta(arch, tokenizer.fingerprint, hub.model_type)
+        pieces = _pieces(weights, request.dtype)
         alone = ProcessComm(Mesh(tuple((axis, 1) for axis in (PIPELINE, *DATA)), 0), ())
         checkpoint = store.save(folder, 0, pieces, meta.model_dump(), alone)
         data = DataConfig.model_validate({"tokenizer_type": kind, "tokenizer_model": name})
-        train = Config().train.model_copy(update={"precision": stored_precision(weights, request.dtype)})
-        config = Config(model=model, train=train, data=data)
+        config = Config(model=model, train=_train_section(weights, request.dtype), data=data)
         write_resolved(Resolved(config, _origins(request.source)), folder / "config.yaml", model.vocab_size)
-        agreements = _compare_logits(checkpoint, arch, settings, weights, request, request.source)
-        _write_record(folder, request, agreements, arch, model_type)
-    return ConversionReport((f"{len(table)} tensors of {len(weights.files)} files", *code, *absent, *notes), agreements)
+        agreements = _compare_logits(checkpoint, arch, hub.settings, weights, request)
+        _write_record(folder, request, agreements, arch, hub.model_type)
+    counts = f"{len(weights.table)} tensors of {len(weights.files)} files"
+    return ConversionReport((counts, *hub.notes, *notes), agreements)
 
 
-def stored_precision(weights: HubWeights, dtype: torch.dtype | None) -> str:
-    """Return the precision of training with weights of the dtype `dtype`, by default their own, fp32 if they differ."""
+def _train_section(weights: HubWeights, dtype: torch.dtype | None) -> TrainConfig:
+    """Return the section for training in the dtype `dtype`, by default that of the weights, fp32 where they differ."""
     stored = [dtype] if dtype else list(weights.dtypes)
-    return _PRECISIONS[stored[0]] if len(stored) == 1 else "fp32"
+    precision = _PRECISIONS[stored[0]] if len(stored) == 1 else "fp32"
+    return TrainConfig().model_copy(update={"precision": precision})
 
 
 def to_hub(request: ConversionRequest) -> ConversionReport:
@@ -152,7 +147,7 @@ def to_hub(request: ConversionRequest) -> ConversionReport:
         shards = divide(table, dtype, request.max_shard_bytes)
         write_shards(folder, shards, dtype, _values(checkpoint, table, dtype))
         weights = HubWeights(folder, arch, model_type)
-        agreements = _compare_logits(checkpoint, arch, settings, weights, request, folder)
+        agreements = _compare_logits(checkpoint, arch, settings, weights, request)
         _write_record(folder, request, agreements, arch, model_type)
     return ConversionReport((f"{len(table)} tensors into {len(shards)} files", *lost_notes, *notes), agreements)
 
@@ -177,12 +172,7 @@ def _origin(checkpoint: Path) -> str:
 
 
 def _compare_logits(
-    checkpoint: Path,
-    arch: Architecture,
-    settings: HubConfig,
-    weights: HubWeights,
-    request: ConversionRequest,
-    hub: Path,
+    checkpoint: Path, arch: Architecture, settings: HubConfig, weights: HubWeights, request: ConversionRequest
 ) -> tuple[LogitComparison, ...]:
     """Run both models on the stored inputs; raises LogitsDiffer."""
     if not request.with_logits:
@@ -197,7 +187,8 @@ def _compare_logits(
 
     found = [compare.compare(ours, settings, values, rounded, places)]
     if request.with_transformers and compare.has_transformers():
-        found.append(compare.compare_transformers(ours, hub, rounded, tokens, rows, arch.experts is not None))
+        has_experts = arch.experts is not None
+        found.append(compare.compare_transformers(ours, weights.folder, rounded, tokens, rows, has_experts))
     wrong = [agreement for agreement in found if not agreement.holds]
     if wrong:
         raise LogitsDiffer(
@@ -206,14 +197,14 @@ def _compare_logits(
     return tuple(found)
 
 
-def _pieces(table: Sequence[FileTensor], weights: HubWeights, dtype: torch.dtype | None) -> Iterator[Piece]:
+def _pieces(weights: HubWeights, dtype: torch.dtype | None) -> Iterator[Piece]:
     """Yield the logical tensors; each is read, and rounded to a dtype if one is given, when it is written."""
 
     def values(tensor: FileTensor, rows: RowRange) -> Tensor:
         found = rows_of(weights.tensor(tensor.name), rows)
         return found if dtype is None else found.to(dtype_of(tensor, dtype))
 
-    for tensor in table:
+    for tensor in weights.table:
         stored = dtype_of(tensor, dtype) if dtype else weights.stored(tensor.name).dtype
         for rows in tensor.row_ranges():
             described = torch.empty(box_shape(rows.box), dtype=stored, device="meta")
@@ -299,26 +290,20 @@ def write_start(request: ConversionRequest) -> ConversionReport:
 
     Raises UserError with every problem of config.json and of the weight files, whose values are not read.
     """
-    settings = read_json(source_file(request.source, "config.json"))
-    code = refuse_code(request.source, settings)
     if request.target.exists():
         raise UserError(f"--output {request.target}: exists already; name a new file, or remove it")
-    model, absent = without_absent_modules(request.source, read_settings(settings, request.seq_length))
-    arch, model_type = resolve_architecture(model, model.vocab_size or 0), model_type_of(settings)
-    weights = HubWeights(request.source, arch, model_type)
+    hub = open_folder(request.source, request.seq_length)
     found = (request.tokenizer_type, request.tokenizer_model) if request.tokenizer_type else None
     kind, file = found or folder_tokenizer(request.source) or (None, None)
-    train = Config().train.model_copy(update={"precision": stored_precision(weights, request.dtype)})
+    train = _train_section(hub.weights, request.dtype)
     data = DataConfig.model_validate({"tokenizer_type": kind, "tokenizer_model": file} if kind else {})
     checkpoint = CheckpointConfig(load=str(request.source), finetune=True)
-    title = f"# Starts with the weights of {request.source}: {model_type}, {num_parameters(arch):,} parameters."
-    sections = {"model": model, "train": train, "data": data, "checkpoint": checkpoint}
+    title = f"# Starts with the weights of {request.source}: {hub.model_type}, {num_parameters(hub.arch):,} parameters."
+    sections = {"model": hub.model, "train": train, "data": data, "checkpoint": checkpoint}
     lines = [title, *(line for name, section in sections.items() for line in _lines(name, section))]
     write_text(request.target, "\n".join(lines) + "\n")
     missing = "" if kind else "; it has no tokenizer: set data.tokenizer_type and data.tokenizer_model"
-    return ConversionReport(
-        (*code, *absent, f"set data.data_path, checkpoint.save, the layout and the optimizer{missing}")
-    )
+    return ConversionReport((*hub.notes, f"set data.data_path, checkpoint.save, the layout and the optimizer{missing}"))
 
 
 def _lines(name: str, section: Section) -> Iterator[str]:

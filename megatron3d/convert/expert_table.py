@@ -8,7 +8,7 @@ Multi-head latent attention: DeepSeek-AI 2024 (arXiv:2412.19437).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from pydantic import JsonValue
@@ -79,10 +79,8 @@ class ExpertFields:
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the fields."""
-        given = (self.num_experts, self.topk, self.ffn, self.normalizes, self.shared, self.groups, self.kept_groups)
-        listed = (_DENSE, _STEP) if self.lists_dense else ()
-        others = self.gated_shared, self.scale, self.first_dense
-        return (*(field[0] for field in (*given, *others) if field), *listed)
+        given = (getattr(self, each.name) for each in fields(self))
+        return (*(value[0] for value in given if isinstance(value, tuple)), *((_DENSE, _STEP) * self.lists_dense))
 
     def keys(self) -> DerivedKeys:
         """Return what converts the fields in both directions."""
@@ -129,10 +127,13 @@ class ExpertFields:
             ours["moe_router_pre_softmax"] = not is_normalized
         elif self.normalizes is not None and not is_normalized:
             problems.append(f"{self.normalizes[0]}=false: weights of chosen experts are divided by their sum; use true")
-        ours |= self._shared(value(self.shared), value(self.ffn))
+        number, ffn = value(self.shared), value(self.ffn)
+        if isinstance(number, int) and isinstance(ffn, int) and number:
+            ours["moe_shared_expert_intermediate_size"] = number * ffn
         if self.gated_shared is not None:
             ours |= {"moe_shared_expert_intermediate_size": value(self.gated_shared), "moe_shared_expert_gate": True}
-        ours |= self._groups(value(self.groups), value(self.kept_groups))
+        if value(self.groups) not in (None, 1):
+            ours |= {"moe_router_num_groups": value(self.groups), "moe_router_group_topk": value(self.kept_groups)}
         kept, topk = ours.get("moe_router_group_topk"), ours["moe_router_topk"]
         if isinstance(kept, int) and isinstance(topk, int) and topk // max(kept, 1) != 2 and self.kept_groups:
             problems.append(
@@ -157,16 +158,6 @@ class ExpertFields:
                 return [], [f"{_DENSE}={show(dense)} and {_STEP}={show(step)}: a list of layers and a number work"]
             has = [int(n not in dense and (n + 1) % step == 0) for n in range(num_layers)]
         return has, []
-
-    def _shared(self, number: JsonValue, ffn: JsonValue) -> dict[str, JsonValue]:
-        if not isinstance(number, int) or not isinstance(ffn, int) or not number:
-            return {}
-        return {"moe_shared_expert_intermediate_size": number * ffn}
-
-    def _groups(self, groups: JsonValue, kept: JsonValue) -> dict[str, JsonValue]:
-        if groups in (None, 1):
-            return {}
-        return {"moe_router_num_groups": groups, "moe_router_group_topk": kept}
 
     def write(self, arch: Architecture) -> dict[str, JsonValue]:
         """Return the fields of an architecture."""
@@ -210,7 +201,9 @@ class ExpertFields:
         shared, ffn, gated = experts.shared_ffn_hidden_size, experts.ffn_hidden_size, self.gated_shared is not None
         # Whether the weights of chosen experts can be their shares of all scores.
         can_be_raw = self.score == "softmax" and (self.normalizes is not None or not self.is_normalized)
-        router_bias, bias = experts.has_router_bias, experts.has_expert_bias
+        router_bias, bias, kept = experts.has_router_bias, experts.has_expert_bias, experts.group_topk
+        # Whether a group's score is the sum of other than its two largest.
+        takes_others = experts.num_groups is not None and kept is not None and max(experts.topk // kept, 1) != 2
         wrong: Sequence[tuple[bool, str, Any, str]] = (
             (experts.score_function != self.score, "router_score_function", experts.score_function, self.score),
             (experts.pre_softmax and not can_be_raw, "router_pre_softmax", True, "false"),
@@ -224,17 +217,11 @@ class ExpertFields:
             (shared % ffn > 0 and not gated, SHARED, shared, f"multiples of moe_ffn_hidden_size={ffn}"),
             (shared == 0 and gated, SHARED, shared, "some"),
             (self.score == "sigmoid" and experts.topk == 1, "router_topk", 1, "at least 2"),
-            (_group_of_two(experts), "router_group_topk", experts.group_topk, "half of moe_router_topk"),
+            (takes_others, "router_group_topk", experts.group_topk, "half of moe_router_topk"),
         )
         for is_wrong, key, value, theirs in wrong:
             if is_wrong:
                 yield f"moe_{key}={show(value)}: this model type has {theirs}"
-
-
-def _group_of_two(experts: Experts) -> bool:
-    """Return whether a group's score is the sum of other than its two largest."""
-    groups, kept = experts.num_groups, experts.group_topk
-    return groups is not None and kept is not None and max(experts.topk // kept, 1) != 2
 
 
 _LATENT_EPSILON = 1e-6
@@ -255,11 +242,8 @@ def _read_sizes(settings: HubConfig) -> tuple[dict[str, JsonValue], list[str]]:
 
 
 def _write_sizes(arch: Architecture) -> dict[str, JsonValue]:
-    heads: dict[str, JsonValue] = {
-        "num_key_value_heads": arch.num_attention_heads,
-        "head_dim": arch.qk_pos_emb_head_dim,
-    }
-    return {**heads, "qk_head_dim": arch.key_size}
+    heads, rotated = arch.num_attention_heads, arch.qk_pos_emb_head_dim
+    return {"num_key_value_heads": heads, "head_dim": rotated, "qk_head_dim": arch.key_size}
 
 
 def _size_obstacles(arch: Architecture) -> Iterator[str]:
@@ -272,47 +256,18 @@ def _size_obstacles(arch: Architecture) -> Iterator[str]:
 _SIZES = DerivedKeys(("num_key_value_heads", "head_dim", "qk_head_dim"), (), _read_sizes, _write_sizes, _size_obstacles)
 
 
-_MIXTRAL = ExpertFields(("num_local_experts", 8), ("num_experts_per_tok", 2), ("intermediate_size", 14336))
-_QWEN2 = ExpertFields(
-    ("num_experts", 60),
-    ("num_experts_per_tok", 4),
-    ("moe_intermediate_size", 1408),
-    normalizes=("norm_topk_prob", False),
-    gated_shared=("shared_expert_intermediate_size", 5632),
-    lists_dense=True,
+_TOPK, _FFN, _RAW = "num_experts_per_tok", "moe_intermediate_size", ("norm_topk_prob", False)
+_MIXTRAL = ExpertFields(("num_local_experts", 8), (_TOPK, 2), ("intermediate_size", 14336))
+_QWEN3 = ExpertFields(("num_experts", 128), (_TOPK, 8), (_FFN, 768), normalizes=_RAW, lists_dense=True)
+_QWEN2 = replace(
+    _QWEN3, num_experts=("num_experts", 60), topk=(_TOPK, 4), ffn=(_FFN, 1408), gated_shared=(SHARED, 5632)
 )
-_QWEN3 = ExpertFields(
-    ("num_experts", 128),
-    ("num_experts_per_tok", 8),
-    ("moe_intermediate_size", 768),
-    normalizes=("norm_topk_prob", False),
-    lists_dense=True,
-)
-_OLMOE = ExpertFields(
-    ("num_experts", 64), ("num_experts_per_tok", 8), ("intermediate_size", 2048), normalizes=("norm_topk_prob", False)
-)
-_GLM = ExpertFields(
-    ("n_routed_experts", 128),
-    ("num_experts_per_tok", 8),
-    ("moe_intermediate_size", 1408),
-    score="sigmoid",
-    has_bias=True,
-    shared=("n_shared_experts", 1),
-    normalizes=("norm_topk_prob", True),
-    groups=("n_group", 1),
-    kept_groups=("topk_group", 1),
-    scale=("routed_scaling_factor", 1.0),
-    first_dense=("first_k_dense_replace", 1),
-)
-_GPT_OSS = ExpertFields(
-    ("num_local_experts", 128), ("num_experts_per_tok", 4), ("intermediate_size", 2880), has_router_bias=True
-)
-
-
+_OLMOE = ExpertFields(("num_experts", 64), (_TOPK, 8), ("intermediate_size", 2048), normalizes=_RAW)
+_GPT_OSS = ExpertFields(("num_local_experts", 128), (_TOPK, 4), ("intermediate_size", 2880), has_router_bias=True)
 _DEEPSEEK2 = ExpertFields(
     ("n_routed_experts", 64),
-    ("num_experts_per_tok", None),
-    ("moe_intermediate_size", 1407),
+    (_TOPK, None),
+    (_FFN, 1407),
     shared=("n_shared_experts", 2),
     is_normalized=False,
     scale=("routed_scaling_factor", 1.0),
@@ -320,8 +275,8 @@ _DEEPSEEK2 = ExpertFields(
 )
 _DEEPSEEK3 = ExpertFields(
     ("n_routed_experts", 256),
-    ("num_experts_per_tok", 8),
-    ("moe_intermediate_size", 2048),
+    (_TOPK, 8),
+    (_FFN, 2048),
     score="sigmoid",
     has_bias=True,
     shared=("n_shared_experts", 1),
@@ -331,24 +286,22 @@ _DEEPSEEK3 = ExpertFields(
     scale=("routed_scaling_factor", 2.5),
     first_dense=("first_k_dense_replace", 3),
 )
+_GLM = replace(
+    _DEEPSEEK3,
+    num_experts=("n_routed_experts", 128),
+    ffn=(_FFN, 1408),
+    groups=("n_group", 1),
+    kept_groups=("topk_group", 1),
+    scale=("routed_scaling_factor", 1.0),
+    first_dense=("first_k_dense_replace", 1),
+)
 
 
 def _described_positions(settings: HubConfig) -> tuple[dict[str, JsonValue], list[str]]:
     """Return a problem where positions are not described: the default of gpt-oss is a scaling of its own."""
-    if settings.get("rope_parameters") is None and settings.get("rope_scaling") is None:
-        return {}, [
-            "rope_parameters=null: rotary positions of gpt_oss are scaled unless described; add rope_parameters"
-        ]
-    return {}, []
-
-
-_LATENT = {"multi_latent_attention": True, "qk_layernorm": False, "norm_epsilon": _LATENT_EPSILON}
-_LATENT_RULES = {
-    "rms_norm_eps": AllowedValues(
-        (_LATENT_EPSILON,), "norms of latents have this epsilon, and all norms the same here"
-    ),
-    **WHOLE_PRODUCTS,
-}
+    is_described = any(settings.get(name) is not None for name in ("rope_parameters", "rope_scaling"))
+    problem = "rope_parameters=null: rotary positions of gpt_oss are scaled unless described; add rope_parameters"
+    return {}, [] if is_described else [problem]
 
 
 def _latent_type(
@@ -361,7 +314,8 @@ def _latent_type(
     **more: Any,
 ) -> ModelType:
     """Return a model type with latent attention."""
-    fields = rotary_fields(
+    epsilon = AllowedValues((_LATENT_EPSILON,), "norms of latents have this epsilon, and all norms the same here")
+    found = rotary_fields(
         sizes,
         ("num_query_groups", "kv_channels", "norm_epsilon"),
         q_lora_rank=1536,
@@ -374,9 +328,9 @@ def _latent_type(
     )
     return rotary_type(
         class_name,
-        fields,
-        {**_LATENT, **fixed},
-        {**_LATENT_RULES, **rules},
+        found,
+        {"multi_latent_attention": True, "qk_layernorm": False, "norm_epsilon": _LATENT_EPSILON, **fixed},
+        {"rms_norm_eps": epsilon, **WHOLE_PRODUCTS, **rules},
         obstacles=lambda arch: iter(()),
         derived=(_SIZES, experts.keys()),
         has_mscale=True,

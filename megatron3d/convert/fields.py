@@ -1,4 +1,4 @@
-"""Fields of config.json and keys of ours: descriptions of a model type, and conversion of windows and rotary positions.
+"""Description of a model type by fields of config.json and keys of ours; conversion of windows and rotary positions.
 
 sliding_window = 4096, layer_types = ["sliding_attention", ...]         model.window_size = [4095, 0], ...
 rope_parameters = {"rope_type": "llama3", "factor": 8.0, ...}           model.rotary_scaling = llama3, ...
@@ -171,12 +171,8 @@ class ModelType:
 
 def arch_value(arch: Architecture, name: str) -> Any:
     """Return the value of one of our keys; biases that are left out are those of all linears."""
-    effective = {
-        "add_qkv_bias": arch.has_qkv_bias,
-        "add_mlp_bias": arch.has_mlp_bias,
-        "multi_latent_attention": arch.is_latent,
-    }
-    return effective[name] if name in effective else getattr(arch, name)
+    effective = {"add_qkv_bias": "has_qkv_bias", "add_mlp_bias": "has_mlp_bias", "multi_latent_attention": "is_latent"}
+    return getattr(arch, effective.get(name, name))
 
 
 # Switches that no model type has, and the value of each without effect.
@@ -300,10 +296,8 @@ def _layers_without_rope(settings: HubConfig, num_layers: int) -> tuple[dict[str
 
 def shortest_pattern(flags: Sequence[int]) -> list[JsonValue]:
     """Return the shortest list whose repetition begins with these flags."""
-    fits = (
-        length for length in range(1, len(flags) + 1) if all(flags[n] == flags[n % length] for n in range(len(flags)))
-    )
-    return list(flags[: next(fits, 0)])
+    places = range(len(flags))
+    return list(flags[: next((n + 1 for n in places if all(flags[m] == flags[m % (n + 1)] for m in places)), 0)])
 
 
 LOCAL_BASE = "rope_local_base_freq"
@@ -316,10 +310,7 @@ _KEYS: Mapping[str, Mapping[str, str]] = {
     LLAMA3: {**_LENGTH, "low_freq_factor": "rotary_low_freq_factor", "high_freq_factor": "rotary_high_freq_factor"},
     YARN: {
         **_LENGTH,
-        "beta_slow": "rotary_beta_slow",
-        "beta_fast": "rotary_beta_fast",
-        "attention_factor": "rotary_attention_factor",
-        "truncate": "rotary_truncate",
+        **{name: f"rotary_{name}" for name in ("beta_slow", "beta_fast", "attention_factor", "truncate")},
     },
 }
 # DeepSeek's description of the attention factor.

@@ -6,7 +6,7 @@
 
 Nothing is converted or copied to read: ranks read the boxes that they need from the mapped files.  A file is mapped
 once per tensor, so that pages of earlier tensors do not count as the process's memory, and is written with one tensor
-in memory.  Format: https://github.com/huggingface/safetensors.
+in memory, where safetensors' `save_file` would hold all.  Format: https://github.com/huggingface/safetensors.
 """
 
 from __future__ import annotations
@@ -48,13 +48,9 @@ from megatron3d.parallel.layout import Shape
 from megatron3d.runtime.files import fsync
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-DTYPES: Mapping[str, torch.dtype] = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp64": torch.float64,
-}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 _NAMES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+_CODES = {dtype: name for name, dtype in _NAMES.items()}
 # Tensors that old versions saved with the weights: causal masks and rotary frequencies.
 _CONSTANTS = re.compile(r"(h\.\d+\.attn\.(bias|masked_bias)|rotary_emb\.inv_freq)$")
 # Weights of all experts of a layer.
@@ -80,18 +76,19 @@ class HubWeights:
     """
 
     def __init__(self, folder: Path, arch: Architecture, model_type: str) -> None:
-        self.files = find_files(folder)
+        self.folder, self.files = folder, find_files(folder)
         found = {tensor.name: tensor for path in self.files for tensor in _tensors(path)}
         found = {name: tensor for name, tensor in found.items() if not _CONSTANTS.search(name)}
         is_stacked = arch.experts is not None and any(STACKED.search(name) for name in found)
         tensors = self.table = file_tensors(arch, model_type, is_stacked)
-        is_tied = arch.tie_embeddings
         self.vocabulary = frozenset(tensor.name for tensor in tensors if tensor.has_vocabulary)
         bare = {strip_body_prefix(tensor.name, model_type): tensor.name for tensor in tensors}
         self._stored = {bare.get(name, name): tensor for name, tensor in found.items()}
-        head = self._stored.pop(TIED_HEAD, None) if is_tied else None
+        head = self._stored.pop(TIED_HEAD, None) if arch.tie_embeddings else None
         copies = self._copies(tensors)
-        _raise(folder, _differences(self._stored, tensors))
+        problems = [f"{folder}: {problem}" for problem in _differences(self._stored, tensors)]
+        more = len(problems) - MAX_PROBLEMS
+        UserError.collect(problems[:MAX_PROBLEMS] + ([f"{folder}: and {more} more tensors"] if more > 0 else []))
         for copy, name in copies:
             if not torch.equal(_read(copy), self.tensor(name)):
                 raise UserError(f"{folder}: {copy.name} differs from {name}; multi-token prediction shares it here")
@@ -134,15 +131,10 @@ def rows_of(values: Tensor, rows: RowRange) -> Tensor:
 def view_of(values: Tensor, place: Place, num_rows: int, shape: Shape) -> Tensor:
     """Return rows of a logical tensor of a shape, at their place in a file's tensor, as a view of its values."""
     values = values if place.expert < 0 else values[place.expert]
-    rows = joined(values, place.is_transposed)[place.start : place.start + num_rows * place.step : place.step]
+    if place.is_transposed:  # a row or column stays contiguous
+        values = values.T if min(values.shape) > 1 else values.reshape(values.shape[::-1])
+    rows = values[place.start : place.start + num_rows * place.step : place.step]
     return rows if len(shape) == 1 else rows[:, place.column : place.column + shape[1]]
-
-
-def joined(values: Tensor, is_transposed: bool) -> Tensor:
-    """Return the joined logical tensors as a view of a file's tensor; a transposed row or column is contiguous."""
-    if not is_transposed:
-        return values
-    return values.T if min(values.shape) > 1 else values.reshape(values.shape[::-1])
 
 
 def _read(stored: HubTensor) -> Tensor:
@@ -251,12 +243,6 @@ def _differences(stored: Mapping[str, HubTensor], tensors: Iterable[FileTensor])
             yield f"tensor {name} {list(stored[name].shape)} is not in the model that config.json describes"
 
 
-def _raise(folder: Path, problems: Iterator[str]) -> None:
-    found = [f"{folder}: {problem}" for problem in problems]
-    more = [f"{folder}: and {len(found) - MAX_PROBLEMS} more tensors"] if len(found) > MAX_PROBLEMS else []
-    UserError.collect(found[:MAX_PROBLEMS] + more)
-
-
 def weights_meta(arch: Architecture, tokenizer: str | None, model_type: str) -> Meta:
     """Return the metadata of a folder's weights; `tokenizer` is a fingerprint, None where it is not known."""
     return Meta(
@@ -269,19 +255,37 @@ def weights_meta(arch: Architecture, tokenizer: str | None, model_type: str) -> 
     )
 
 
-def read_hub_index(folder: Path) -> Index:
-    """Return the index of a Hugging Face folder, whose files are opened with `HubFile`.
+@dataclass(frozen=True)
+class HubFolder:
+    """A folder that was opened: its config.json, the model that this describes, its weights, and notes on it."""
+
+    settings: HubConfig
+    model: ModelConfig
+    model_type: str
+    arch: Architecture
+    weights: HubWeights
+    notes: tuple[str, ...]
+
+
+def open_folder(folder: Path, seq_length: int | None = None) -> HubFolder:
+    """Open a folder, whose weights are not read.
 
     Raises UserError with every field of config.json that our model cannot represent, or every problem of the files.
     """
     settings = read_json(source_file(folder, "config.json"))
-    refuse_code(folder, settings)
-    (model, _), model_type = without_absent_modules(folder, read_settings(settings)), model_type_of(settings)
-    arch = resolve_architecture(model, model.vocab_size or 0)
+    code = refuse_code(folder, settings)
+    model, absent = without_absent_modules(folder, read_settings(settings, seq_length))
+    arch, model_type = resolve_architecture(model, model.vocab_size or 0), model_type_of(settings)
     weights = HubWeights(folder, arch, model_type)
+    return HubFolder(settings, model, model_type, arch, weights, (*code, *absent))
+
+
+def read_hub_index(folder: Path) -> Index:
+    """Return the index of a Hugging Face folder, whose files are opened with `HubFile`; raises as `open_folder`."""
+    hub = open_folder(folder)
     tensors: dict[str, StoredTensor] = {}
-    for tensor in weights.table:
-        stored = weights.stored(tensor.name)
+    for tensor in hub.weights.table:
+        stored = hub.weights.stored(tensor.name)
         for rows in tensor.row_ranges():
             key = ":".join([*(str(int(number)) for number in rows.place), stored.name])
             box = StoredBox(rows.box, stored.file.name, key, checksum="")
@@ -290,7 +294,7 @@ def read_hub_index(folder: Path) -> Index:
             dtype = dtype_name(stored.dtype)
             tensors[name] = StoredTensor(rows.shape, dtype, (*others, box))
     found = folder_tokenizer(folder)
-    meta = weights_meta(arch, found and build_tokenizer(*found).fingerprint, model_type)
+    meta = weights_meta(hub.arch, found and build_tokenizer(*found).fingerprint, hub.model_type)
     return Index.model_construct(None, iteration=0, meta=meta.model_dump(), tensors=tensors)
 
 
@@ -305,9 +309,6 @@ class HubFile(BoxFile):
         (low, high), *others = stored.box
         shape = (high - low, *(end - begin for begin, end in others))
         return view_of(file.get_tensor(name), place, high - low, shape)
-
-
-_CODES = {dtype: name for name, dtype in _NAMES.items()}
 
 
 @dataclass(frozen=True)

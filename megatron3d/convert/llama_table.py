@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 from pydantic import JsonValue
@@ -30,11 +31,6 @@ def equal_heads_obstacles(name: str, arch: Architecture) -> Iterator[str]:
         yield f"num_query_groups={arch.num_query_groups}: {name} has one per head, {arch.num_attention_heads}"
     if arch.kv_channels * arch.num_attention_heads != arch.hidden_size:
         yield f"kv_channels={arch.kv_channels}: {name}'s heads have hidden_size / num_attention_heads channels"
-
-
-def _neox_obstacles(arch: Architecture) -> Iterator[str]:
-    yield from llama_obstacles(arch)
-    yield from equal_heads_obstacles("gpt_neox", arch)
 
 
 _NO_WINDOW = "every position attends to all earlier ones"
@@ -170,8 +166,7 @@ _OLMO: Mapping[str, Any] = {"norm_epsilon": 1e-5, "add_bias_linear": False}
 _OLMO2 = {"norm_placement": "post", "qk_layernorm": True, "qk_layernorm_scope": "projection", "add_mlp_bias": False}
 
 
-# Gemma: norms multiply by 1 + weight, embeddings are scaled, and windows may have their own rotary base.
-def inverse_square(value: JsonValue) -> JsonValue:
+def inverse_root(value: JsonValue) -> JsonValue:
     return value**-0.5 if isinstance(value, int | float) and value > 0 else value
 
 
@@ -181,10 +176,6 @@ def pre_attention_scalar(arch: Architecture) -> JsonValue:
         return arch.kv_channels
     number = arch.softmax_scale**-2
     return round(number) if abs(number - round(number)) < 1e-9 * number else number
-
-
-def root_of_hidden_size(value_of: Callable[[str], Any]) -> object:
-    return value_of("hidden_size") ** 0.5
 
 
 _TANH = "gelu_pytorch_tanh"
@@ -198,6 +189,7 @@ def _gemma_type(
     activation: tuple[str, str, Mapping[str, str]] = ("hidden_activation", _TANH, {_TANH: "geglu_tanh"}),
     **others: Any,
 ) -> ModelType:
+    """Return a type whose norms multiply by 1 + weight, whose embeddings are scaled, with GeGLU."""
     one_way = {"use_bidirectional_attention": AllowedValues((False, None), "every position sees only earlier ones")}
     return rotary_type(
         class_name,
@@ -205,7 +197,7 @@ def _gemma_type(
         {"apply_layernorm_1p": True, "add_mlp_bias": False, **fixed},
         {**one_way, **rules},
         activation=activation,
-        computed={"embedding_scale": root_of_hidden_size},
+        computed={"embedding_scale": lambda value_of: value_of("hidden_size") ** 0.5},
         **others,
     )
 
@@ -213,7 +205,7 @@ def _gemma_type(
 _LATER_GEMMA: Mapping[str, Any] = {
     "tie_embeddings": True,
     "add_bias_linear": False,
-    "softmax_scale": FieldMapping(("query_pre_attn_scalar",), 256, inverse_square, pre_attention_scalar),
+    "softmax_scale": FieldMapping(("query_pre_attn_scalar",), 256, inverse_root, pre_attention_scalar),
 }
 ROTARY_TYPES: Mapping[str, ModelType] = {
     "llama": rotary_type(
@@ -350,7 +342,7 @@ ROTARY_TYPES: Mapping[str, ModelType] = {
             "attention_probs_dropout_prob": AllowedValues((0.0, None), "the field that counts is attention_dropout"),
             "hidden_dropout_prob": AllowedValues((0.0, None), "the field that counts is hidden_dropout"),
         },
-        obstacles=_neox_obstacles,
+        obstacles=lambda arch: chain(llama_obstacles(arch), equal_heads_obstacles("gpt_neox", arch)),
         activation=("hidden_act", "gelu", {"gelu": "gelu", **_PLAIN}),
         body="gpt_neox.",
         aliases={"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},

@@ -22,9 +22,7 @@ from megatron3d.convert.reference_decoders import DECODERS, Decoder
 Weights = Callable[[str], Tensor]
 Activation = Callable[[Tensor], Tensor]
 _ACTIVATIONS: Mapping[str, Activation] = {
-    "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
-    "gelu_fast": lambda x: F.gelu(x, approximate="tanh"),
-    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), partial(F.gelu, approximate="tanh")),
     "gelu": F.gelu,
     "relu": F.relu,
     "relu2": lambda x: F.relu(x).square(),
@@ -160,7 +158,7 @@ def gpt2_logits(hf: HubConfig, weights: Weights, tokens_BS: Tensor) -> Tensor:
 
 def _mixture(hf: HubConfig, weights: Weights, x_TH: Tensor, layer: str, activation: Activation) -> Tensor:
     """Return the sum of the chosen experts' outputs by their weights, and of the shared experts' output."""
-    router = _first(weights, *_routers(layer))
+    router = _router(weights, layer)
     assert router is not None, f"{layer} has a router"
     logits_TE = F.linear(x_TH, router, _first(weights, f"{layer}.mlp.router.bias"))
     chosen, shares = _choice(hf, logits_TE, _first(weights, f"{layer}.mlp.gate.e_score_correction_bias"))
@@ -222,8 +220,8 @@ def _expert(weights: Weights, layer: str, expert: int) -> tuple[Tensor, Tensor, 
     return weights(named[0]), weights(named[1]), weights(named[2])
 
 
-def _routers(layer: str) -> tuple[str, ...]:
-    return f"{layer}.mlp.gate.weight", f"{layer}.block_sparse_moe.gate.weight", f"{layer}.mlp.router.weight"
+def _router(weights: Weights, layer: str) -> Tensor | None:
+    return _first(weights, *(f"{layer}.{name}.weight" for name in ("mlp.gate", "block_sparse_moe.gate", "mlp.router")))
 
 
 def _first(weights: Weights, *names: str) -> Tensor | None:
@@ -356,7 +354,7 @@ class _Decoding:
 
     def inner(self, x: Tensor, name: str) -> Tensor:
         """Return the output of a layer's experts, or of its MLP."""
-        if _first(self.weights, *_routers(name)) is None:
+        if _router(self.weights, name) is None:
             return self.mlp(x, f"{name}.mlp")
         return _mixture(self.hf, self.weights, x.flatten(0, 1), name, self.activation).view_as(x)
 

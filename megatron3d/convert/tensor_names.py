@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import NamedTuple
 
 from megatron3d.convert.family_table import MODEL_TYPES
@@ -17,150 +18,139 @@ from megatron3d.model.spec import EXPERT_BIAS, Architecture, router_names
 from megatron3d.parallel.layout import Box, Shape
 from megatron3d.parallel.modes import MODES, build_mode
 
-# Hugging Face module: our modules whose tensors it concatenates; {n} is the layer.  Marks: * a Conv1D, whose weight is
-# transposed; % rows are those of a first head of each part, then of the second heads, ...; = parts are side by side;
-# ~ rows of the parts alternate one by one; ! a parameter, not a module.
-_GPT2 = {
-    "transformer.wte": ("embedding",),
-    "transformer.wpe": ("embedding.position",),
-    "transformer.h.{n}.ln_1": ("layers.{n}.input_norm",),
-    "transformer.h.{n}.attn.c_attn*": ("layers.{n}.attention.q", "layers.{n}.attention.k", "layers.{n}.attention.v"),
-    "transformer.h.{n}.attn.c_proj*": ("layers.{n}.attention.proj",),
-    "transformer.h.{n}.ln_2": ("layers.{n}.post_attention_norm",),
-    "transformer.h.{n}.mlp.c_fc*": ("layers.{n}.mlp.up",),
-    "transformer.h.{n}.mlp.c_proj*": ("layers.{n}.mlp.fc2",),
-    "transformer.ln_f": ("final_norm",),
-    "lm_head": ("head",),
-}
-_LLAMA = {
-    "model.embed_tokens": ("embedding",),
-    "model.layers.{n}.input_layernorm": ("layers.{n}.input_norm",),
-    **{f"model.layers.{{n}}.self_attn.{part}_proj": (f"layers.{{n}}.attention.{part}",) for part in "qkv"},
-    "model.layers.{n}.self_attn.o_proj": ("layers.{n}.attention.proj",),
-    "model.layers.{n}.post_attention_layernorm": ("layers.{n}.post_attention_norm",),
-    "model.layers.{n}.mlp.gate_proj": ("layers.{n}.mlp.gate",),
-    "model.layers.{n}.mlp.up_proj": ("layers.{n}.mlp.up",),
-    "model.layers.{n}.mlp.down_proj": ("layers.{n}.mlp.fc2",),
-    "model.norm": ("final_norm",),
-    "lm_head": ("head",),
-}
-_NEOX = {
-    "gpt_neox.embed_in": ("embedding",),
-    "gpt_neox.layers.{n}.input_layernorm": ("layers.{n}.input_norm",),
-    "gpt_neox.layers.{n}.attention.query_key_value%": tuple(f"layers.{{n}}.attention.{part}" for part in "qkv"),
-    "gpt_neox.layers.{n}.attention.dense": ("layers.{n}.attention.proj",),
-    "gpt_neox.layers.{n}.post_attention_layernorm": ("layers.{n}.post_attention_norm",),
-    "gpt_neox.layers.{n}.mlp.dense_h_to_4h": ("layers.{n}.mlp.up",),
-    "gpt_neox.layers.{n}.mlp.dense_4h_to_h": ("layers.{n}.mlp.fc2",),
-    "gpt_neox.final_layer_norm": ("final_norm",),
-    "embed_out": ("head",),
-}
-_HEAD_NORMS = {
-    "model.layers.{n}.self_attn.q_norm": ("layers.{n}.attention.q_norm",),
-    "model.layers.{n}.self_attn.k_norm": ("layers.{n}.attention.k_norm",),
-}
+Modules = Mapping[str, tuple[str, ...]]
 LAYER = "model.layers.{n}."
-_NO_NORMS = {f"{LAYER}input_layernorm": None, f"{LAYER}post_attention_layernorm": None}
-_OUTPUT_NORMS = {
-    f"{LAYER}post_attention_layernorm": ("layers.{n}.attention_output_norm",),
-    f"{LAYER}post_feedforward_layernorm": ("layers.{n}.mlp_output_norm",),
-}
-_INPUT_NORM_OF_MLP = {f"{LAYER}pre_feedforward_layernorm": ("layers.{n}.post_attention_norm",)}
-_FUSED_ATTENTION = {f"{LAYER}self_attn.{part}_proj": None for part in "qkv"} | {
-    f"{LAYER}self_attn.qkv_proj": tuple(f"layers.{{n}}.attention.{part}" for part in "qkv")
-}
 
 
-def _modules(*changes: Mapping[str, tuple[str, ...] | None]) -> dict[str, tuple[str, ...]]:
-    """Return Llama's modules with those that a model type lacks (None), has in addition, or names otherwise."""
-    found: dict[str, tuple[str, ...] | None] = dict(_LLAMA)
-    for change in changes:
-        found |= change
-    return {theirs: ours for theirs, ours in found.items() if ours is not None}
+def _rows(text: str, theirs: str = "", ours: str = "") -> dict[str, tuple[str, ...]]:
+    """Return the rows of a table with prefixes: their module, and the modules of ours that it concatenates."""
+    rows = (row.split() for row in text.replace(";", "\n").splitlines())
+    return {theirs + row[0]: tuple(ours + part for part in row[1:]) for row in rows if row}
 
 
-_PARTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "fc2"}
+def _layer(text: str) -> dict[str, tuple[str, ...]]:
+    """Return the rows of a table of modules of a layer."""
+    return _rows(text, LAYER, "layers.{n}.")
 
 
 def _mlp(theirs: str, ours: str) -> dict[str, tuple[str, ...]]:
-    return {f"{LAYER}mlp.{theirs}.{name}": (f"layers.{{n}}.mlp.{ours}.{part}",) for name, part in _PARTS.items()}
+    return _rows("gate_proj gate; up_proj up; down_proj fc2", f"{LAYER}mlp.{theirs}.", f"layers.{{n}}.mlp.{ours}.")
 
 
+# A row has a module of Hugging Face, and our modules whose tensors it concatenates, none where a model type lacks it;
+# {n} is the layer, {e} the expert.  Marks: * a Conv1D, whose weight is transposed; % rows are those of a first head of
+# each part, then of the second heads, ...; = parts are side by side; ~ rows of the parts alternate one by one;
+# ! a parameter, not a module.
+_GPT2 = _rows("""
+    transformer.wte                 embedding
+    transformer.wpe                 embedding.position
+    transformer.h.{n}.ln_1          layers.{n}.input_norm
+    transformer.h.{n}.attn.c_attn*  layers.{n}.attention.q layers.{n}.attention.k layers.{n}.attention.v
+    transformer.h.{n}.attn.c_proj*  layers.{n}.attention.proj
+    transformer.h.{n}.ln_2          layers.{n}.post_attention_norm
+    transformer.h.{n}.mlp.c_fc*     layers.{n}.mlp.up
+    transformer.h.{n}.mlp.c_proj*   layers.{n}.mlp.fc2
+    transformer.ln_f                final_norm
+    lm_head                         head
+""")
+_LLAMA = {
+    "model.embed_tokens": ("embedding",),
+    **_layer("""
+    input_layernorm           input_norm
+    self_attn.q_proj          attention.q
+    self_attn.k_proj          attention.k
+    self_attn.v_proj          attention.v
+    self_attn.o_proj          attention.proj
+    post_attention_layernorm  post_attention_norm
+    mlp.gate_proj             mlp.gate
+    mlp.up_proj               mlp.up
+    mlp.down_proj             mlp.fc2
+"""),
+    "model.norm": ("final_norm",),
+    "lm_head": ("head",),
+}
+_NEOX = _rows("""
+    gpt_neox.embed_in                              embedding
+    gpt_neox.layers.{n}.input_layernorm            layers.{n}.input_norm
+    gpt_neox.layers.{n}.attention.query_key_value% layers.{n}.attention.q layers.{n}.attention.k layers.{n}.attention.v
+    gpt_neox.layers.{n}.attention.dense            layers.{n}.attention.proj
+    gpt_neox.layers.{n}.post_attention_layernorm   layers.{n}.post_attention_norm
+    gpt_neox.layers.{n}.mlp.dense_h_to_4h          layers.{n}.mlp.up
+    gpt_neox.layers.{n}.mlp.dense_4h_to_h          layers.{n}.mlp.fc2
+    gpt_neox.final_layer_norm                      final_norm
+    embed_out                                      head
+""")
+_HEAD_NORMS = _layer("self_attn.q_norm attention.q_norm; self_attn.k_norm attention.k_norm")
+_NO_NORMS = _layer("input_layernorm; post_attention_layernorm")
+_OUTPUT_NORMS = _layer("post_attention_layernorm attention_output_norm; post_feedforward_layernorm mlp_output_norm")
+_INPUT_NORM_OF_MLP = _layer("pre_feedforward_layernorm post_attention_norm")
+_PHI3 = _layer("""
+    self_attn.q_proj; self_attn.k_proj; self_attn.v_proj; self_attn.qkv_proj attention.q attention.k attention.v
+    mlp.gate_proj; mlp.up_proj; mlp.gate_up_proj mlp.gate mlp.up
+""")
+_STARCODER2 = _layer("mlp.gate_proj; mlp.up_proj; mlp.down_proj; mlp.c_fc mlp.up; mlp.c_proj mlp.fc2")
 _EXPERTS = _mlp("experts.{e}", "experts.{e}")
-_ROUTER = {f"{LAYER}mlp.gate": ("layers.{n}.mlp.router",)}
-_CHOICE_BIAS = {f"{LAYER}mlp.gate.e_score_correction_bias!": ("layers.{n}.mlp.router.expert_bias",)}
+_ROUTER = _layer("mlp.gate mlp.router")
+_CHOICE_BIAS = _layer("mlp.gate.e_score_correction_bias! mlp.router.expert_bias")
 _SHARED = _mlp("shared_experts", "shared_experts")
-_SHARED_GATE = {f"{LAYER}mlp.shared_expert_gate": ("layers.{n}.mlp.shared_gate",)}
-_GATED_SHARED = {**_mlp("shared_expert", "shared_experts"), **_SHARED_GATE}
-_MIXTRAL = {
-    f"{LAYER}block_sparse_moe.gate": ("layers.{n}.mlp.router",),
-    f"{LAYER}block_sparse_moe.experts.{{e}}.w1": ("layers.{n}.mlp.experts.{e}.gate",),
-    f"{LAYER}block_sparse_moe.experts.{{e}}.w3": ("layers.{n}.mlp.experts.{e}.up",),
-    f"{LAYER}block_sparse_moe.experts.{{e}}.w2": ("layers.{n}.mlp.experts.{e}.fc2",),
-}
-_GPT_OSS = {
-    f"{LAYER}self_attn.sinks!": ("layers.{n}.attention.sinks",),
-    f"{LAYER}mlp.router": ("layers.{n}.mlp.router",),
-    f"{LAYER}mlp.experts.gate_up_proj*~": tuple(f"layers.{{n}}.mlp.experts.{{e}}.{part}" for part in ("gate", "up")),
-    f"{LAYER}mlp.experts.down_proj*": ("layers.{n}.mlp.experts.{e}.fc2",),
-}
+_GATED_SHARED = _mlp("shared_expert", "shared_experts") | _layer("mlp.shared_expert_gate mlp.shared_gate")
+_MIXTRAL = _layer("""
+    block_sparse_moe.gate            mlp.router
+    block_sparse_moe.experts.{e}.w1  mlp.experts.{e}.gate
+    block_sparse_moe.experts.{e}.w3  mlp.experts.{e}.up
+    block_sparse_moe.experts.{e}.w2  mlp.experts.{e}.fc2
+""")
+_GPT_OSS = _layer("""
+    self_attn.sinks!            attention.sinks
+    mlp.router                  mlp.router
+    mlp.experts.gate_up_proj*~  mlp.experts.{e}.gate mlp.experts.{e}.up
+    mlp.experts.down_proj*      mlp.experts.{e}.fc2
+""")
 # Multi-head latent attention, with a latent of queries or without.
-_LATENTS = {
-    f"{LAYER}self_attn.k_proj": None,
-    f"{LAYER}self_attn.v_proj": None,
-    f"{LAYER}self_attn.q_a_proj": ("layers.{n}.attention.q_down",),
-    f"{LAYER}self_attn.q_a_layernorm": ("layers.{n}.attention.q_norm",),
-    f"{LAYER}self_attn.q_b_proj": ("layers.{n}.attention.q_up",),
-    f"{LAYER}self_attn.kv_a_proj_with_mqa": ("layers.{n}.attention.kv_down", "layers.{n}.attention.k_pos"),
-    f"{LAYER}self_attn.kv_a_layernorm": ("layers.{n}.attention.kv_norm",),
-    f"{LAYER}self_attn.kv_b_proj%": ("layers.{n}.attention.k_up", "layers.{n}.attention.v_up"),
-}
-_NO_GATE: Mapping[str, None] = {f"{LAYER}mlp.gate_proj": None}
+_LATENTS = _layer("""
+    self_attn.k_proj; self_attn.v_proj
+    self_attn.q_a_proj            attention.q_down
+    self_attn.q_a_layernorm       attention.q_norm
+    self_attn.q_b_proj            attention.q_up
+    self_attn.kv_a_proj_with_mqa  attention.kv_down attention.k_pos
+    self_attn.kv_a_layernorm      attention.kv_norm
+    self_attn.kv_b_proj%          attention.k_up attention.v_up
+""")
 # Modules of multi-token prediction, after the last layer: {n} in our names is the module's.
-MTP_MODULES: Mapping[str, tuple[str, ...]] = {
-    "enorm": ("mtp.{n}.embedding_norm",),
-    "hnorm": ("mtp.{n}.hidden_norm",),
-    "eh_proj=": ("mtp.{n}.embedding_proj", "mtp.{n}.hidden_proj"),
-    "shared_head.norm": ("mtp.{n}.final_norm",),
-}
+MTP_MODULES = _rows("""
+    enorm mtp.{n}.embedding_norm; hnorm mtp.{n}.hidden_norm
+    eh_proj= mtp.{n}.embedding_proj mtp.{n}.hidden_proj; shared_head.norm mtp.{n}.final_norm
+""")
 # Copies of the embedding and of the head that files may hold with these modules.
 MTP_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 # All experts of a layer in one tensor, in place of one tensor for each expert.
-STACKED_EXPERTS: Mapping[str, tuple[str, ...] | None] = {
-    **dict.fromkeys((*_EXPERTS, *_MIXTRAL)),
+STACKED_EXPERTS: Modules = {
+    **dict.fromkeys((*_EXPERTS, *_MIXTRAL), ()),
     **_ROUTER,
-    f"{LAYER}mlp.experts.gate_up_proj": tuple(f"layers.{{n}}.mlp.experts.{{e}}.{part}" for part in ("gate", "up")),
-    f"{LAYER}mlp.experts.down_proj": ("layers.{n}.mlp.experts.{e}.fc2",),
+    **_layer("mlp.experts.gate_up_proj mlp.experts.{e}.gate mlp.experts.{e}.up"),
+    **_layer("mlp.experts.down_proj mlp.experts.{e}.fc2"),
 }
-MODULES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+
+
+def _modules(*changes: Modules) -> Modules:
+    """Return Llama's modules with those that a model type lacks, has in addition, or names otherwise."""
+    found: dict[str, tuple[str, ...]] = dict(_LLAMA)
+    for change in changes:
+        found |= change
+    return {theirs: ours for theirs, ours in found.items() if ours}
+
+
+MODULES: Mapping[str, Modules] = {
     "gpt2": _GPT2,
-    "llama": _LLAMA,
-    "mistral": _LLAMA,
-    "qwen2": _LLAMA,
+    **dict.fromkeys(("llama", "mistral", "qwen2"), _LLAMA),
     "qwen3": _modules(_HEAD_NORMS),
     "smollm3": _LLAMA,
-    "olmo": _modules(_NO_NORMS, {"model.norm": None}),
-    "olmo2": _modules(_NO_NORMS, _HEAD_NORMS, _OUTPUT_NORMS),
-    "olmo3": _modules(_NO_NORMS, _HEAD_NORMS, _OUTPUT_NORMS),
-    "phi3": _modules(
-        _FUSED_ATTENTION,
-        {
-            f"{LAYER}mlp.gate_proj": None,
-            f"{LAYER}mlp.up_proj": None,
-            f"{LAYER}mlp.gate_up_proj": ("layers.{n}.mlp.gate", "layers.{n}.mlp.up"),
-        },
-    ),
+    "olmo": _modules(_NO_NORMS, {"model.norm": ()}),
+    **dict.fromkeys(("olmo2", "olmo3"), _modules(_NO_NORMS, _HEAD_NORMS, _OUTPUT_NORMS)),
+    "phi3": _modules(_PHI3),
     "granite": _LLAMA,
-    "starcoder2": _modules(
-        _NO_GATE,
-        {
-            f"{LAYER}mlp.up_proj": None,
-            f"{LAYER}mlp.down_proj": None,
-            f"{LAYER}mlp.c_fc": ("layers.{n}.mlp.up",),
-            f"{LAYER}mlp.c_proj": ("layers.{n}.mlp.fc2",),
-        },
-    ),
-    "nemotron": _modules(_NO_GATE),
+    "starcoder2": _modules(_STARCODER2),
+    "nemotron": _modules({f"{LAYER}mlp.gate_proj": ()}),
     "gpt_neox": _NEOX,
     "deepseek_v2": _modules(_LATENTS, _ROUTER, _SHARED, _EXPERTS),
     "deepseek_v3": _modules(_LATENTS, _ROUTER, _CHOICE_BIAS, _SHARED, _EXPERTS),
@@ -168,8 +158,7 @@ MODULES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "mixtral": _modules(_MIXTRAL),
     "gpt_oss": _modules(_GPT_OSS),
     "qwen2_moe": _modules(_ROUTER, _GATED_SHARED, _EXPERTS),
-    "qwen3_moe": _modules(_HEAD_NORMS, _ROUTER, _EXPERTS),
-    "olmoe": _modules(_HEAD_NORMS, _ROUTER, _EXPERTS),
+    **dict.fromkeys(("qwen3_moe", "olmoe"), _modules(_HEAD_NORMS, _ROUTER, _EXPERTS)),
     "gemma": _LLAMA,
     "gemma2": _modules(_OUTPUT_NORMS, _INPUT_NORM_OF_MLP),
     "gemma3_text": _modules(_HEAD_NORMS, _OUTPUT_NORMS, _INPUT_NORM_OF_MLP),
@@ -177,8 +166,6 @@ MODULES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 
 
 TIED_HEAD = "lm_head.weight"
-Modules = Mapping[str, tuple[str, ...]]
-Logical = Mapping[str, Shape]
 
 
 class Place(NamedTuple):
@@ -236,15 +223,10 @@ class FileTensor:
 
     def row_ranges(self) -> Iterator[RowRange]:
         """Yield the rows of every part, in the order of the rows of the tensor before transposition."""
-        for expert in range(self.num_experts or 1):
-            yield from self._rows_of_expert(expert if self.num_experts else -1)
-
-    def _rows_of_expert(self, expert: int) -> Iterator[RowRange]:
-        """Yield the rows of the parts of an expert; -1: of all parts."""
-        parts, start, column = self._parts_of_expert(max(expert, 0)), 0, 0
-        step = len(parts) if self.is_striped else 1
-        for group in range(self.num_groups):
-            for name, shape in parts:
+        for expert in range(self.num_experts) if self.num_experts else (-1,):
+            parts, start, column = self._parts_of_expert(max(expert, 0)), 0, 0
+            step = len(parts) if self.is_striped else 1
+            for group, (name, shape) in product(range(self.num_groups), parts):
                 rows, rest = divmod(shape[0], self.num_groups)
                 assert rest == 0, f"{self.name}: {shape[0]} rows of {name} in {self.num_groups} groups"
                 place = Place(start, step, column, expert, self.is_transposed)
@@ -306,7 +288,7 @@ def file_tensors(arch: Architecture, model_type: str, stacks_experts: bool = Fal
     named = MODULES[model_type]
     has_files_apart = any("{e}" in theirs for theirs in named)
     modules = {**named, **(STACKED_EXPERTS if stacks_experts and has_files_apart else {})}
-    found = tuple(_Table(arch, logical).tensors({name: ours for name, ours in modules.items() if ours is not None}))
+    found = tuple(_Table(arch, logical).tensors({theirs: ours for theirs, ours in modules.items() if ours}))
     held = [part for tensor in found for part, _ in tensor.parts]
     assert sorted(held) == sorted(logical), f"not once: {set(held) ^ set(logical)}"
     return found
@@ -315,7 +297,7 @@ def file_tensors(arch: Architecture, model_type: str, stacks_experts: bool = Fal
 @dataclass(frozen=True)
 class _Table:
     arch: Architecture
-    logical: Logical
+    logical: Mapping[str, Shape]
 
     def tensors(self, modules: Modules) -> Iterator[FileTensor]:
         inside = {theirs: ours for theirs, ours in modules.items() if "{n}" in theirs}
@@ -371,13 +353,9 @@ class _Table:
         for suffix in ("weight", "bias"):
             names = [f"{name}.{suffix}" for name in ours]
             if names[0] in logical:
-                parts = tuple((name, logical[name]) for name in names)
+                parts, is_transposed = tuple((name, logical[name]) for name in names), is_conv and suffix == "weight"
                 yield FileTensor(
-                    f"{theirs}.{suffix}",
-                    parts,
-                    is_conv and suffix == "weight",
-                    num_groups=num_groups,
-                    has_columns=has_columns,
+                    f"{theirs}.{suffix}", parts, is_transposed, num_groups=num_groups, has_columns=has_columns
                 )
             elif is_conv:
                 num_zeros = sum(logical[f"{name}.weight"][0] for name in ours)

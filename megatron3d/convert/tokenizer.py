@@ -1,8 +1,7 @@
 """Convert tokenizer files between a run's folder and a Hugging Face folder, tested on texts before they are kept.
 
-SentencePiece's pieces become the Unigram or BPE model of the tokenizers library, bytes its byte-level alphabet,
-characters its word-level vocabulary.  A SentencePiece model that encodes differently there is written under a name that
-transformers does not take for a kind of model that it knows, which is reported.
+A SentencePiece model that encodes differently as a tokenizer.json is written under a name that transformers does not
+take for a kind of model that it knows, which is reported.
 """
 
 from __future__ import annotations
@@ -45,7 +44,15 @@ def import_tokenizer(
 ) -> tuple[Tokenizer, str, str | None]:
     """Copy a folder's or the named tokenizer; return the tokenizer, its type, and the name of its file in `target`."""
     if tokenizer_type is None:
-        tokenizer_type, tokenizer_model = _find(source)
+        for name in (*IDS, *COMPANIONS):  # of which none may be a link that leads out
+            source_file(source, name)
+        found = folder_tokenizer(source)
+        if found is None:
+            raise UserError(
+                f"{source}: there is neither {JSON} nor {PIECES}; name the model's tokenizer with --tokenizer-type and "
+                "--tokenizer-model, or make them with save_pretrained of transformers' fast tokenizer"
+            )
+        tokenizer_type, tokenizer_model = found
     tokenizer = build_tokenizer(tokenizer_type, tokenizer_model)
     if tokenizer_model is None:
         return tokenizer, tokenizer_type, None
@@ -58,18 +65,6 @@ def import_tokenizer(
         shutil.copyfile(path.parent / ranks, target / ranks)
     copy_companions(path.parent, target)
     return tokenizer, tokenizer_type, name
-
-
-def _find(source: Path) -> tuple[str, str]:
-    """Return type and file of a folder's tokenizer; raises UserError where there is none, or a link leads out."""
-    for name in (*IDS, *COMPANIONS):
-        source_file(source, name)
-    if (found := folder_tokenizer(source)) is not None:
-        return found
-    raise UserError(
-        f"{source}: there is neither {JSON} nor {PIECES}; name the model's tokenizer with --tokenizer-type and "
-        "--tokenizer-model, or make them with save_pretrained of transformers' fast tokenizer"
-    )
 
 
 def copy_companions(source: Path, target: Path) -> None:

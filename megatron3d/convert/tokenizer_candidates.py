@@ -1,8 +1,8 @@
-"""Tokenizers of Hugging Face's library that may equal one of ours: bytes, characters and SentencePiece's pieces.
+"""Tokenizers of Hugging Face's library that may equal one of ours, and the texts on which the two are compared.
 
-    model file of SentencePiece: ModelProto { pieces: [piece, score, type], trainer_spec, normalizer_spec }, a protobuf
-
-Field numbers are those of sentencepiece_model.proto (github.com/google/sentencepiece).
+Bytes become the library's byte-level model, characters its word-level one, and SentencePiece's pieces its Unigram or
+BPE model with the same normalization, pieces and order of merges.  transformers' own converters are not used: they find
+the user's symbols and the names of bytes in texts where SentencePiece does not, and transformers need not be installed.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import random
 import re
-import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import tokenizers
+from google.protobuf.message import DecodeError
+from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from megatron3d.config.schema import DataConfig
@@ -61,14 +62,14 @@ class Pieces:
 
 
 def read_pieces(model: bytes) -> Pieces:
-    """Return the pieces of a model file."""
-    message = list(_fields(model))
-    spec = dict(_fields(next((bytes_of(value) for number, value in message if number == 3), b"")))
+    """Return the pieces of a model file; raises DecodeError or ValueError where a part cannot be read."""
+    message = ModelProto.FromString(model)
+    rules = message.normalizer_spec
     return Pieces(
-        tuple(_piece(bytes_of(value)) for number, value in message if number == 1),
-        bytes_of(spec.get(2, b"")),
-        bool(spec.get(3, 1)),
-        bool(spec.get(4, 1)),
+        tuple((each.piece, each.score, each.type) for each in message.pieces),
+        rules.precompiled_charsmap,
+        rules.add_dummy_prefix,
+        rules.remove_extra_whitespaces,
     )
 
 
@@ -149,45 +150,6 @@ def _merges(scored: list[tuple[str, float]]) -> list[tuple[str, str]]:
     return [(left, right) for _, _, left, right in sorted(splits, key=lambda split: split[:2])]
 
 
-def _piece(message: bytes) -> tuple[str, float, int]:
-    values = dict(_fields(message))
-    (score,) = struct.unpack("<f", bytes_of(values.get(2, bytes(4))))
-    kind = values.get(3, _NORMAL)
-    assert isinstance(kind, int), "a type is a number"
-    return bytes_of(values.get(1, b"")).decode(), score, kind
-
-
-def bytes_of(value: int | bytes) -> bytes:
-    """Return a field's bytes; the library that reads model files has accepted it."""
-    assert isinstance(value, bytes), "a field with a length"
-    return value
-
-
-def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Yield number and value of each field of a protobuf message: an integer, or bytes."""
-    place = 0
-    while place < len(message):
-        tag, place = _varint(message, place)
-        number, wire = tag >> 3, tag & 7
-        if wire == 0:
-            value, place = _varint(message, place)
-            yield number, value
-            continue
-        size, place = _varint(message, place) if wire == 2 else ({1: 8, 5: 4}[wire], place)
-        yield number, message[place : place + size]
-        place += size
-
-
-def _varint(message: bytes, place: int) -> tuple[int, int]:
-    """Return the integer at a place, 7 bits a byte, and the place after it."""
-    value = shift = 0
-    while True:
-        value |= (message[place] & 0x7F) << shift
-        shift, place = shift + 7, place + 1
-        if not message[place - 1] & 0x80:
-            return value, place
-
-
 SAMPLE = (
     "The quick brown fox, 1234567890 times;  two spaces,\ta tab\nand a new line.\n\n"
     "    if x_1 != 'ä': return \"漢字 😀\"\n"
@@ -196,11 +158,6 @@ SAMPLE = (
 # Spaces at the ends, what Unicode normalization changes, control characters, the name of a byte.
 ODD = ("", " ", "  a  b  ", "\n a", "½ﬁÅ Å Ⅳ ａｂｃ　ｄ", "a\u200bb\u00a0c", "\x01\x02", "a\u0301", "<0x0A>", "▁a▁▁")
 NUM_RANDOM_TEXTS, MAX_SURFACES = 300, 20
-
-
-def closed_texts(characters: str) -> list[str]:
-    """Return texts of the characters, in order and in random orders."""
-    return [characters, *_random_texts(characters)]
 
 
 def open_texts(surfaces: Sequence[str], specials: Sequence[str]) -> list[str]:
@@ -275,13 +232,13 @@ def _characters(path: Path) -> tuple[Iterator[tokenizers.Tokenizer], list[str]]:
     made = tokenizers.Tokenizer(models.WordLevel({c: place for place, c in enumerate(characters)}, unk_token=None))
     made.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"(?m:[\s\S])"), "isolated")
     made.decoder = decoders.Fuse()
-    return iter([made]), closed_texts("".join(characters))
+    return iter([made]), ["".join(characters), *_random_texts(characters)]
 
 
 def _pieces(path: Path) -> tuple[Iterator[tokenizers.Tokenizer], list[str]]:
     try:
         pieces = read_pieces(path.read_bytes())
-    except (KeyError, ValueError):  # SentencePiece reads fields that it never writes, and pieces that are not UTF-8
+    except (DecodeError, ValueError):  # SentencePiece reads pieces that are not UTF-8
         return iter(()), []
     return piece_tokenizers(pieces), open_texts(pieces.surfaces, pieces.specials)
 

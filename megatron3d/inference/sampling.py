@@ -128,9 +128,8 @@ class Sampler:
         return self.executor.model.arch.seq_length
 
     def _new_cache(self) -> KVCache:
-        forgets = (
-            has_window(self.executor.model.arch) and not self._keeps_hidden
-        )  # drafts may go back by several tokens
+        # Drafts may go back by several tokens.
+        forgets = has_window(self.executor.model.arch) and not self._keeps_hidden
         return KVCache(self.capacity, self._keeps_hidden, forgets)
 
     def next_logits(self, contexts: Sequence[Context]) -> Tensor:
@@ -421,8 +420,13 @@ def score(executor: PipelineExecutor, pairs: Sequence[tuple[Context, Context]], 
     If both are longer than the model's context, the first tokens are dropped; neither may be empty, and a continuation
     must fit into the model.
     """
-    model = executor.model
-    rows = [_row(context, continuation, model.arch.seq_length) for context, continuation in pairs]
+    model, rows = executor.model, list[_Row]()
+    for context, continuation in pairs:
+        assert context and 0 < len(continuation) <= model.arch.seq_length, (
+            f"{len(context)} and {len(continuation)} tokens"
+        )
+        tokens = [*context, *continuation][-(model.arch.seq_length + 1) :]
+        rows.append(_Row(tokens[:-1], tokens[1:], len(continuation)))
     cache, width = KVCache(model.arch.seq_length, forgets=True), max(len(row.inputs) for row in rows)
     log_probs, are_greedy = [0.0] * len(rows), [True] * len(rows)
     for start in range(0, width, CHUNK):
@@ -440,9 +444,3 @@ def score(executor: PipelineExecutor, pairs: Sequence[tuple[Context, Context]], 
             log_probs[index] += found[index, counted, 0].sum().item()
             are_greedy[index] &= bool(found[index, counted, 1].all())
     return [Score(*both) for both in zip(log_probs, are_greedy, strict=True)]
-
-
-def _row(context: Context, continuation: Context, seq_length: int) -> _Row:
-    assert context and 0 < len(continuation) <= seq_length, f"{len(context)} and {len(continuation)} tokens"
-    tokens = [*context, *continuation][-(seq_length + 1) :]
-    return _Row(tokens[:-1], tokens[1:], len(continuation))

@@ -29,9 +29,7 @@ EVALUATE, SAVE = BETWEEN_STEPS = ("evaluate", "save-checkpoint")
 PHASES = (*PARTS, *COMPUTES, *BETWEEN_STEPS)
 _COMPUTES_OF: Mapping[ActionKind, str] = {
     ActionKind.F: FORWARD,
-    ActionKind.B: BACKWARD,
-    ActionKind.I: BACKWARD,
-    ActionKind.W: BACKWARD,
+    **dict.fromkeys((ActionKind.B, ActionKind.I, ActionKind.W), BACKWARD),
 }
 _NO_TIMER: AbstractContextManager[None] = contextlib.nullcontext()
 

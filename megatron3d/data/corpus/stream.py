@@ -60,7 +60,7 @@ class StreamedDataset:
     """The documents of a dataset, divided into lanes.
 
     Attributes:
-        name: as `hub_datasets.parse_name` parses it.
+        name: as `inputs.parse_name` parses it.
         shuffle_rows: number of rows that are shuffled together, a block.
         seed: of the shuffle; None keeps the order of the dataset.
         faults: descriptions of the first records that were left out.
@@ -76,12 +76,13 @@ class StreamedDataset:
 
     def documents(self, lane: int, at: Cursor) -> Iterator[tuple[Cursor, Tokens]]:
         """Yield the documents of a lane without end, from a place on, with their places; raises UserError if none."""
-        num_bad = at.num_bad
+        num_bad, shards = at.num_bad, range(lane % self.num_shards, self.num_shards, self.num_lanes)
         while True:
             is_empty = at == Cursor(at.epoch, num_bad=at.num_bad)
-            for number, shard in islice(enumerate(self._shards(lane, at.epoch)), at.shard, None):
+            order = self._order(len(shards), f"shards of lane {lane}", at.epoch)
+            for number, index in islice(enumerate(order), at.shard, None):
                 here = at if number == at.shard else Cursor(at.epoch, number)
-                for place, encoded in self._shard_documents(lane, shard, here):
+                for place, encoded in self._shard_documents(lane, shards[index], here):
                     if encoded.columns[0][0].size:
                         is_empty = False
                         yield place._replace(num_bad=num_bad), encoded.columns[0][0]
@@ -94,10 +95,6 @@ class StreamedDataset:
                     f"{self.encoder.keys[0]!r}; use fewer lanes, or another data.stream_key"
                 )
             at = Cursor(at.epoch + 1, num_bad=num_bad)
-
-    def _shards(self, lane: int, epoch: int) -> list[int]:
-        shards = range(lane % self.num_shards, self.num_shards, self.num_lanes)
-        return [shards[place] for place in self._order(len(shards), f"shards of lane {lane}", epoch)]
 
     def _shard_documents(self, lane: int, shard: int, at: Cursor) -> Iterator[tuple[Cursor, EncodedBatch]]:
         sharing = len(range(shard, self.num_lanes, self.num_shards)) or 1

@@ -91,12 +91,13 @@ def encode(
     with ExitStack() as stack:
         pool = ProcessPoolExecutor(num_workers, multiprocessing.get_context("spawn"), _exit_with_parent)
         stack.callback(pool.shutdown, cancel_futures=True)
-        pending: deque[_Task] = deque()
+        pending, max_tasks = deque[_Task](), TASKS_PER_WORKER * num_workers
+        max_bytes = 2 * max_tasks * BATCH_BYTES
         for chunk, batch in _batches(records):
             with _deferred_interrupts():  # submit may start a worker
                 future = pool.submit(encode_batch, spec, batch, chunk)
             pending.append(_Task(future, sum(map(_size, batch))))
-            while len(pending) > 1 and _is_full(pending, num_workers):
+            while len(pending) > 1 and (len(pending) >= max_tasks or sum(t.num_bytes for t in pending) > max_bytes):
                 yield _result(pending.popleft())
         while pending:
             yield _result(pending.popleft())
@@ -112,11 +113,6 @@ def _exit_with_parent() -> None:
         os._exit(ExitCode.CRASH)
 
     Thread(target=wait, daemon=True).start()
-
-
-def _is_full(pending: Sequence[_Task], num_workers: int) -> bool:
-    max_tasks = TASKS_PER_WORKER * num_workers
-    return len(pending) >= max_tasks or sum(task.num_bytes for task in pending) > 2 * max_tasks * BATCH_BYTES
 
 
 def _result(task: _Task) -> EncodedBatch:

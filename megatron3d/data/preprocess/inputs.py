@@ -90,7 +90,7 @@ class InputChunk:
 
     Attributes:
         kind: a key of `readers._READERS`: lines, gzip, zstd, text, rows (of parquet) or dataset.
-        path: path of the file, or name of the dataset as `hub_datasets.parse_name` parses it.
+        path: path of the file, or name of the dataset as `parse_name` parses it.
         start: first byte, number of the row group, or number of the shard.
         stop: end of the byte range, or how many row groups or shards there are.
         num_bytes: approximate size of the input.
@@ -162,12 +162,9 @@ def _row_groups(path: Path, _: int) -> list[InputChunk]:
 
 
 _SPLITTERS: Mapping[str, Callable[[Path, int], list[InputChunk]]] = {
-    ".jsonl": _byte_ranges,
-    ".json": _byte_ranges,
-    ".jsonl.gz": _whole_file("gzip"),
-    ".json.gz": _whole_file("gzip"),
-    ".jsonl.zst": _whole_file("zstd"),
-    ".json.zst": _whole_file("zstd"),
+    **dict.fromkeys((".jsonl", ".json"), _byte_ranges),
+    **dict.fromkeys((".jsonl.gz", ".json.gz"), _whole_file("gzip")),
+    **dict.fromkeys((".jsonl.zst", ".json.zst"), _whole_file("zstd")),
     ".parquet": _row_groups,
     ".txt": _whole_file("text"),
 }

@@ -1,14 +1,12 @@
 """A preprocessing job: input chunks to token files, killed and resumed at any moment, with the same bytes.
 
-{prefix}_{key}_document       with --split-sentences {prefix}_{key}_sentence
+{prefix}_{key}_document                           with --split-sentences {prefix}_{key}_sentence
 {prefix}_shard-00002-of-00008_{key}_document      one shard of eight
-{prefix}.ledger.jsonl         while the job is not finished
+{prefix}.ledger.jsonl                             while the job is not finished, locked while a process works on it
 
-The log from which a killed preprocessing job resumes: a line of JSON identifies the job, each further line a point.
-
-Data is written before the line that counts it.  After a kill, data after the last valid line is truncated and written
-again.  The `crc32` of a line covers it and all lines before; the counts of a point have those of the written files.
-The file, PREFIX.ledger.jsonl, is locked while a process works on it.
+The first line of the ledger identifies the job, each further one is a point to resume from, written after the data
+that it counts.  After a kill, data after the last valid line is truncated and written again.  The `crc32` of a line
+covers it and all lines before; the counts of a point have those of the written files.
 """
 
 from __future__ import annotations

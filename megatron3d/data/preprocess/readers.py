@@ -1,5 +1,8 @@
 """Read the records of an input chunk from any position on, with one document in memory, and split long texts.
 
+Files are read here, not through `datasets`, whose streams neither resume at a byte, nor name the line of a bad record,
+nor limit its size.
+
 A split is exact where encode(left + right) = encode(left) + encode(right), tried on the characters around it.  For a
 SentencePiece model that puts a space before each text, the same holds where `right` begins with a space and loses it.
 """
@@ -8,6 +11,7 @@ from __future__ import annotations
 
 import codecs
 import json
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -268,8 +272,7 @@ def _text(chunk: InputChunk, options: ReadOptions, position: int | None) -> Iter
 def _decoding_error(chunk: InputChunk) -> UserError | None:
     with open_decompressed(chunk.path, chunk.kind) as file:
         try:
-            for _ in codecs.iterdecode(iter(partial(file.read, SKIP_BYTES), b""), "utf-8"):
-                pass
+            deque(codecs.iterdecode(iter(partial(file.read, SKIP_BYTES), b""), "utf-8"), maxlen=0)
         except UnicodeDecodeError as error:
             return UserError(f"not UTF-8 text ({error.reason})")
     return None
@@ -318,9 +321,7 @@ def _dataset_rows(chunk: InputChunk, options: ReadOptions, position: int | None)
 
 
 _READERS: Mapping[str, Callable[[InputChunk, ReadOptions, int | None], Iterator[Record]]] = {
-    "lines": _lines,
-    "gzip": _lines,
-    "zstd": _lines,
+    **dict.fromkeys(("lines", "gzip", "zstd"), _lines),
     "text": _text,
     "rows": _parquet_rows,
     "dataset": _dataset_rows,

@@ -195,11 +195,6 @@ def make_manifest(written: WrittenCounts, tokenizer: Tokenizer) -> Manifest:
     )
 
 
-def write_manifest(file: BinaryIO, manifest: Manifest) -> None:
-    """Write a manifest to an open file."""
-    file.write((json.dumps(manifest.model_dump(exclude_none=True), indent=2) + "\n").encode())
-
-
 def publish(prefix: Path, dtype: np.dtype[Any], written: WrittenCounts, manifest: Manifest | None) -> None:
     """Rename the files of a corpus to their final names; may be repeated after a kill at any point.
 
@@ -218,7 +213,8 @@ def publish(prefix: Path, dtype: np.dtype[Any], written: WrittenCounts, manifest
             if manifest is not None:
                 sums = {"bin_sha256": bin_sha256, "idx_sha256": sha256(read_blocks(with_suffix(idx, PARTIAL)))}
                 file = stack.enter_context(replace_output(described))
-                write_manifest(file, manifest.model_copy(update=sums))
+                described_by = manifest.model_copy(update=sums).model_dump(exclude_none=True)
+                file.write((json.dumps(described_by, indent=2) + "\n").encode())
                 _flush(file)
             idx.unlink(missing_ok=True)  # from here on the disk cannot be full
             described.unlink(missing_ok=True)
