@@ -145,7 +145,7 @@ def _unknown(settings: HubConfig, hub_type: ModelType) -> Iterator[str]:
     """Yield a sentence for each field that may describe another network."""
     known = {*hub_type.read_names, *hub_type.constants, *METADATA}
     for name, rule in hub_type.rules.items():
-        value = settings.get(name, rule.allowed[0] if rule.absent is None else rule.absent)
+        value = settings.get(name, rule.allowed[0])
         if not rule.allows(value):
             works = " or ".join(map(show, rule.allowed))
             yield f"{name}={show(value)}: {rule.why}; only {works} works"

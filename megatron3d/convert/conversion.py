@@ -21,7 +21,7 @@ from megatron3d.checkpoint.store import Piece
 from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.config.read import Resolved, read_config
 from megatron3d.config.report import write_resolved
-from megatron3d.config.schema import CheckpointConfig, Config, DataConfig, Section, TrainConfig
+from megatron3d.config.schema import CheckpointConfig, Config, DataConfig, TrainConfig
 from megatron3d.config.suggest import SECTIONS
 from megatron3d.convert import compare
 from megatron3d.convert.compare import LogitComparison
@@ -111,7 +111,9 @@ def from_hub(request: ConversionRequest) -> ConversionReport:
         checkpoint = store.save(folder, 0, pieces, meta.model_dump(), alone)
         data = DataConfig.model_validate({"tokenizer_type": kind, "tokenizer_model": name})
         config = Config(model=model, train=_train_section(weights, request.dtype), data=data)
-        write_resolved(Resolved(config, _origins(request.source)), folder / "config.yaml", model.vocab_size)
+        sources = {"model": f"{request.source / 'config.json'}", "data": f"{request.source}"}
+        origins = {f"{part}.{key}": sources.get(part, "default") for part, keys in SECTIONS.items() for key in keys}
+        write_resolved(Resolved(config, origins), folder / "config.yaml", model.vocab_size)
         agreements = _compare_logits(checkpoint, arch, hub.settings, weights, request)
         _write_record(folder, request, agreements, arch, hub.model_type)
     counts = f"{len(weights.table)} tensors of {len(weights.files)} files"
@@ -217,20 +219,13 @@ def _values(checkpoint: Path, table: Sequence[FileTensor], dtype: torch.dtype) -
     run: list[FileTensor] = []
     for tensor in (*table, None):
         if tensor is None or sum(num_bytes(each, dtype) for each in (*run, tensor)) > budget:
-            yield from _read(checkpoint, run, dtype)
+            values = [torch.zeros(each.shape, dtype=dtype_of(each, dtype)) for each in run]
+            pairs = [(rows, whole) for each, whole in zip(run, values, strict=True) for rows in each.row_ranges()]
+            named = ((f"model.{rows.name}", rows.shape, rows.box, rows_of(whole, rows)) for rows, whole in pairs)
+            store.load(checkpoint, [Piece(*piece) for piece in named])
+            yield from values
             run = []
         run += [tensor] if tensor else []
-
-
-def _read(checkpoint: Path, run: Sequence[FileTensor], dtype: torch.dtype) -> Iterator[Tensor]:
-    values = [torch.zeros(tensor.shape, dtype=dtype_of(tensor, dtype)) for tensor in run]
-    pieces = [
-        Piece(f"model.{rows.name}", rows.shape, rows.box, rows_of(whole, rows))
-        for tensor, whole in zip(run, values, strict=True)
-        for rows in tensor.row_ranges()
-    ]
-    store.load(checkpoint, pieces)
-    yield from values
 
 
 def read_architecture(checkpoint: Path) -> Architecture:
@@ -277,14 +272,6 @@ def _write_record(
     write_json(folder / RECORD, {**source, "tokens": tokens.tolist(), "logits": compared})
 
 
-def _origins(source: Path) -> dict[str, str]:
-    """Return the origin of each value of the configuration."""
-    by_section = {"model": f"{source / 'config.json'}", "data": f"{source}"}
-    return {
-        f"{section}.{name}": by_section.get(section, "default") for section, names in SECTIONS.items() for name in names
-    }
-
-
 def write_start(request: ConversionRequest) -> ConversionReport:
     """Write the keys that follow from a folder to a YAML file; the run's data, layout and optimizer remain to be set.
 
@@ -300,14 +287,10 @@ def write_start(request: ConversionRequest) -> ConversionReport:
     checkpoint = CheckpointConfig(load=str(request.source), finetune=True)
     title = f"# Starts with the weights of {request.source}: {hub.model_type}, {num_parameters(hub.arch):,} parameters."
     sections = {"model": hub.model, "train": train, "data": data, "checkpoint": checkpoint}
-    lines = [title, *(line for name, section in sections.items() for line in _lines(name, section))]
+    lines = [title]
+    for name, section in sections.items():
+        if values := section.model_dump(mode="json", exclude_defaults=True):
+            lines += ["", f"{name}:", *(f"  {key}: {json.dumps(value)}" for key, value in values.items())]
     write_text(request.target, "\n".join(lines) + "\n")
     missing = "" if kind else "; it has no tokenizer: set data.tokenizer_type and data.tokenizer_model"
     return ConversionReport((*hub.notes, f"set data.data_path, checkpoint.save, the layout and the optimizer{missing}"))
-
-
-def _lines(name: str, section: Section) -> Iterator[str]:
-    """Yield a section with its keys that are not at their default, as YAML."""
-    values = section.model_dump(mode="json", exclude_defaults=True)
-    if values:
-        yield from ("", f"{name}:", *(f"  {key}: {json.dumps(value)}" for key, value in values.items()))

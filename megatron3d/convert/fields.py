@@ -43,13 +43,11 @@ class FieldMapping:
 class AllowedValues:
     """Values of a field, or of each entry of a list, that describe our model, and why no other one is possible.
 
-    Attributes:
-        absent: value of an absent field, where that is not an allowed one.
+    The first one is that of an absent field.
     """
 
     allowed: tuple[JsonValue, ...]
     why: str
-    absent: JsonValue = None
 
     def allows(self, value: JsonValue) -> bool:
         """Return whether the value describes our model."""
@@ -333,10 +331,8 @@ def read_rope(settings: HubConfig, hub_type: ModelType) -> tuple[HubConfig, dict
         if problem := _problem(rope):
             problems.append(f"{name}={show(rope)}: {problem}")
         elif isinstance(rope, dict):
-            settings = {
-                **settings,
-                **{key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope},
-            }
+            chosen = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+            settings = {**settings, **chosen}
             values.append(_scaling(rope, settings.get("max_position_embeddings")))
     if len(values) == 2 and values[0] != values[1]:
         both = " and ".join(f"{name}={show(settings[name])}" for name in _DESCRIPTIONS)
@@ -388,9 +384,10 @@ def _local_base(settings: HubConfig, local: JsonValue, hub_type: ModelType) -> t
 
 def write_rope(arch: Architecture, hub_type: ModelType) -> dict[str, JsonValue]:
     """Return the fields of an architecture's rotary positions: transformers 5 reads the first, before it the others."""
-    scaling = _write_scaling(arch)
-    if scaling is not None and hub_type.has_mscale:
-        scaling |= _mscale_of(arch)
+    scaling: dict[str, JsonValue] | None = None
+    if arch.rotary_scaling is not None:
+        known = {name: value for name, value in asdict(arch.rotary_scaling).items() if value is not None}
+        scaling = {"rope_type": known.pop("kind"), **known, **(_mscale_of(arch) if hub_type.has_mscale else {})}
     plain: dict[str, JsonValue] = {"rope_type": "default", "rope_theta": arch.rotary_base}
     if "rotary_percent" in hub_type.fields:
         plain["partial_rotary_factor"] = arch.rotary_percent
@@ -400,14 +397,6 @@ def write_rope(arch: Architecture, hub_type: ModelType) -> dict[str, JsonValue]:
     local = arch.rotary_base if arch.rope_local_base_freq is None else arch.rope_local_base_freq
     both: dict[str, JsonValue] = {SLIDING: {"rope_type": "default", "rope_theta": local}, FULL: described}
     return {"rope_parameters": both, LOCAL_BASE: local} if hub_type.local_base else {"rope_parameters": both}
-
-
-def _write_scaling(arch: Architecture) -> dict[str, JsonValue] | None:
-    """Return the fields of an architecture's scaling; None if it has none."""
-    if arch.rotary_scaling is None:
-        return None
-    known = {name: value for name, value in asdict(arch.rotary_scaling).items() if value is not None}
-    return {"rope_type": known.pop("kind"), **known}
 
 
 def _kind(rope: Mapping[str, JsonValue]) -> JsonValue:

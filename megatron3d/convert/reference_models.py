@@ -9,7 +9,7 @@ Letters: B sequences, S positions, T tokens, H hidden, N heads, D features of a 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -166,16 +166,14 @@ def _mixture(hf: HubConfig, weights: Weights, x_TH: Tensor, layer: str, activati
     for expert in chosen.unique().tolist():
         token, slot = torch.nonzero(chosen == expert, as_tuple=True)
         if _first(weights, f"{layer}.mlp.experts.gate_up_proj_bias") is None:
-            gate, up, down = _expert(weights, layer, expert)
-            inner = activation(F.linear(x_TH[token], gate)) * F.linear(x_TH[token], up)
-            outputs = F.linear(inner, down)
+            outputs = _gated(x_TH[token], _expert(weights, layer, expert), activation)
         else:
             outputs = _clamped_expert(weights, f"{layer}.mlp.experts", expert, x_TH[token])
         y_TH.index_add_(0, token, outputs * shares[token, slot].unsqueeze(1))
     for name in ("shared_experts", "shared_expert"):
         if _first(weights, f"{layer}.mlp.{name}.gate_proj.weight") is not None:
-            gate, up, down = (weights(f"{layer}.mlp.{name}.{part}_proj.weight") for part in ("gate", "up", "down"))
-            shared_TH = F.linear(activation(F.linear(x_TH, gate)) * F.linear(x_TH, up), down)
+            parts = [weights(f"{layer}.mlp.{name}.{part}_proj.weight") for part in ("gate", "up", "down")]
+            shared_TH = _gated(x_TH, parts, activation)
             share = _first(weights, f"{layer}.mlp.shared_expert_gate.weight")
             y_TH = y_TH + (shared_TH if share is None else F.linear(x_TH, share).sigmoid() * shared_TH)
     return y_TH
@@ -194,8 +192,7 @@ def _choice(hf: HubConfig, logits_TE: Tensor, bias_E: Tensor | None) -> tuple[Te
         choice = grouped.masked_fill(outside.unsqueeze(-1), float("-inf")).flatten(-2)
     chosen = choice.topk(int(str(hf.get("num_experts_per_tok") or 8))).indices
     shares = scores.gather(-1, chosen)
-    always = {"mixtral": True, "gpt_oss": True, "deepseek_v3": True, "glm4_moe": True}.get(str(hf["model_type"]), False)
-    if hf.get("norm_topk_prob", always):
+    if hf.get("norm_topk_prob", hf["model_type"] in ("mixtral", "gpt_oss", "deepseek_v3", "glm4_moe")):
         shares = shares / shares.sum(-1, keepdim=True)
     return chosen, shares * float(str(hf.get("routed_scaling_factor") or 1.0))
 
@@ -208,16 +205,21 @@ def _clamped_expert(weights: Weights, name: str, expert: int, x_TH: Tensor) -> T
     return inner @ weights(f"{name}.down_proj")[expert] + weights(f"{name}.down_proj_bias")[expert]
 
 
-def _expert(weights: Weights, layer: str, expert: int) -> tuple[Tensor, Tensor, Tensor]:
+def _gated(x_TH: Tensor, parts: Sequence[Tensor], activation: Activation) -> Tensor:
+    """Return the output of an MLP of gate, up and down projection."""
+    gate, up, down = parts
+    return F.linear(activation(F.linear(x_TH, gate)) * F.linear(x_TH, up), down)
+
+
+def _expert(weights: Weights, layer: str, expert: int) -> list[Tensor]:
     """Return gate, up and down projection of an expert, which files hold in one of three ways."""
     both = _first(weights, f"{layer}.mlp.experts.gate_up_proj")
     if both is not None:
-        gate, up = both[expert].chunk(2)
-        return gate, up, weights(f"{layer}.mlp.experts.down_proj")[expert]
+        return [*both[expert].chunk(2), weights(f"{layer}.mlp.experts.down_proj")[expert]]
     named = [f"{layer}.mlp.experts.{expert}.{part}_proj.weight" for part in ("gate", "up", "down")]
     if _first(weights, named[0]) is None:
         named = [f"{layer}.block_sparse_moe.experts.{expert}.w{number}.weight" for number in (1, 3, 2)]
-    return weights(named[0]), weights(named[1]), weights(named[2])
+    return [weights(name) for name in named]
 
 
 def _router(weights: Weights, layer: str) -> Tensor | None:

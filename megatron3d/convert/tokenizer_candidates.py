@@ -16,7 +16,7 @@ from pathlib import Path
 
 import tokenizers
 from google.protobuf.message import DecodeError
-from sentencepiece.sentencepiece_model_pb2 import ModelProto
+from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from megatron3d.config.schema import DataConfig
