@@ -331,7 +331,7 @@ def read_rope(settings: HubConfig, hub_type: ModelType) -> tuple[HubConfig, dict
         if problem := _problem(rope):
             problems.append(f"{name}={show(rope)}: {problem}")
         elif isinstance(rope, dict):
-            chosen = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+            chosen: HubConfig = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
             settings = {**settings, **chosen}
             values.append(_scaling(rope, settings.get("max_position_embeddings")))
     if len(values) == 2 and values[0] != values[1]:
