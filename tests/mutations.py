@@ -206,14 +206,14 @@ MUTATIONS = [
     ),
     Mutation(
         "gradients of the rotary key are not summed over the axes of heads",
-        "attention/latent.py",
+        "attention/attention.py",
         "grad = comm.reduce_scatter(grad, axes, 1).wait() if splits_heads else _own(grad, axes, 1, comm)",
         "grad = _own(grad, axes, 1, comm)",
         LATENT_LAYOUTS,
     ),
     Mutation(
         "the rotary key of another rank's tokens",
-        "attention/latent.py",
+        "attention/attention.py",
         "return _own(whole, row_axes(plan), 0, comm).contiguous()",
         "return whole.chunk(comm.mesh.size(row_axes(plan)), 0)[0].contiguous()",
         LATENT_LAYOUTS,
@@ -269,7 +269,7 @@ MUTATIONS = [
     ),
     Mutation(
         "absorbed attention scales scores by the size of latents",
-        "attention/latent.py",
+        "attention/attention.py",
         "mask_BSL.unsqueeze(1), scale=scale, enable_gqa=True",
         "mask_BSL.unsqueeze(1), enable_gqa=True",
         LATENT_CACHE,

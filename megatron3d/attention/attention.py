@@ -1,16 +1,14 @@
-"""Causal attention over this rank's heads: torch's scaled_dot_product_attention with grouped queries
-(Ainslie et al. 2023, arXiv:2305.13245).
+"""Causal attention over this rank's heads with grouped queries (Ainslie et al. 2023, arXiv:2305.13245), and to latents.
 
 Where there are fewer key/value heads than ranks that shard the query heads, their weights are sharded inside a head,
 and keys and values are all-gathered over the fewest (fastest) axes that make the needed heads whole.
-Letters: M tokens, B sequences, S positions, N query heads, G key/value heads, D features of a head.
 
-Causal attention in bf16 on CPUs: torch's fused kernel forward, matrix products backward.
+In bf16 on CPUs torch's fused backward multiplies small blocks, for which bf16 units are slow.  Up to 512 positions it
+is 1.2 to 2.3 times faster to compute softmax(q k^T) again and to multiply whole matrices, a few sequences at a time.
+Scores are rounded to bf16 before the softmax, as in attention that is not fused.
 
-The fused backward multiplies small blocks, for which bf16 units are slow.  Up to 512 positions it is 1.2 to 2.3 times
-faster to compute softmax(q k^T) again and to multiply whole matrices, a few sequences at a time.  Scores are rounded to
-bf16 before the softmax, as they are in attention that is not fused.  In fp32 and for longer sequences the fused kernel
-is faster.
+Letters: M tokens, B sequences, S positions, L positions in a KV cache, N query heads, G key/value heads, D features of
+a head, R features of latents, H inputs and F outputs of a projection.
 """
 
 from __future__ import annotations
@@ -24,14 +22,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron3d.attention.heads_plan import HeadSplit
+from megatron3d.attention.heads_plan import HeadSplit, row_axes
 from megatron3d.attention.packed import Visible, packed_attention, positions_of
-from megatron3d.attention.pairs import PLAIN_SOFTMAX, Drop, InPieces, PlainKernel, Softmax, add_sink, capped
+from megatron3d.attention.pairs import PLAIN_SOFTMAX, Drop, InPieces, PairInputs, PlainKernel, Softmax, add_sink, capped
 from megatron3d.attention.pairs_plan import DROPOUT_PIECE, DROPOUT_ROWS
 from megatron3d.comm.interface import Comm
+from megatron3d.linear.collectives import W_DIMS, X_DIMS, gather, reduce
 from megatron3d.ops.dropout import dropout, keep_mask
 from megatron3d.ops.recompute import recomputed
 from megatron3d.parallel.layout import span
+from megatron3d.parallel.matmul_plan import MatmulPlan, moves
 from megatron3d.parallel.mesh import Axes
 
 MAX_SEQ_LENGTH = 512
@@ -166,7 +166,7 @@ def attention(
 def masked_attention(q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, mask_BST: Tensor, softmax: Softmax) -> Tensor:
     """Return attention [B, N, S, D] of queries to the keys of a KV cache that they see, with a cap or sinks."""
     kernel = InPieces(PlainKernel(softmax.softcap))
-    out, lse = kernel.forward(q_BNSD, k_BGTD, v_BGTD, False, mask_BST[:, None, None])
+    out, lse = kernel.forward(PairInputs(q_BNSD, k_BGTD, v_BGTD, False, mask_BST[:, None, None]))
     return add_sink(out, lse, softmax.sink_N)[0]
 
 
@@ -231,3 +231,75 @@ def piece_with_dropout(q: Tensor, k: Tensor, v: Tensor, queries: Sequence[int], 
     weights = weights.to(q.dtype)
     keep = at.keep(batch, queries, num_keys, q.device)
     return dropout(weights, keep, at.drop.rate) @ v
+
+
+# Multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1) on shards.
+
+
+def whole_features(x_MR: Tensor, plan: MatmulPlan, comm: Comm) -> Tensor:
+    """Return all features of this rank's inner tokens from features in the residual layout, as heads_plan.py says.
+
+    `plan` is the mode's `expand` without axes of size 1.
+    """
+    if not (plan.k or plan.n):
+        return x_MR.contiguous()  # not a view that keeps all latents
+    whole_MR: Tensor = _WholeFeatures.apply(x_MR, plan, comm)
+    return whole_MR
+
+
+class _WholeFeatures(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_MR: Tensor, plan: MatmulPlan, comm: Comm) -> Tensor:
+        ctx.plan, ctx.comm = plan, comm
+        whole = gather(x_MR, plan.x, X_DIMS, comm).wait()
+        whole = comm.all_gather(whole, plan.k, 1).wait() if plan.k else whole
+        return _own(whole, row_axes(plan), 0, comm).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, dy_MR: Tensor) -> tuple[Tensor, None, None]:
+        plan, comm, rows = ctx.plan, ctx.comm, row_axes(ctx.plan)
+        grad = comm.all_gather(dy_MR.contiguous(), rows, 0).wait() if rows else dy_MR
+        for axes, dim in moves(plan.y):
+            splits_heads = dim == "N"
+            grad = comm.reduce_scatter(grad, axes, 1).wait() if splits_heads else _own(grad, axes, 1, comm)
+        grad = grad.clone(memory_format=torch.contiguous_format)  # a reduction may work in place
+        return reduce(grad, plan.dx_moves, X_DIMS, comm).wait(), None, None
+
+
+def _own(x: Tensor, axes: Axes, dim: int, comm: Comm) -> Tensor:
+    """Return this rank's part of a dim that `axes` split."""
+    return x.chunk(comm.mesh.size(axes), dim)[comm.mesh.index(axes)] if axes else x
+
+
+def whole_weight(w_FH: Tensor, plan: MatmulPlan, comm: Comm) -> Tensor:
+    """Return the rows of this rank's heads of an `expand` weight, with all inputs; without gradient."""
+    whole = gather(w_FH.detach(), plan.w, W_DIMS, comm).wait()
+    whole = comm.all_gather(whole, plan.k, 1).wait() if plan.k else whole
+    return _own(whole, tuple(axis for axis, dim in plan.y.items() if dim == "N"), 0, comm)
+
+
+def padded(x: Tensor, size: int) -> Tensor:
+    """Return x [..., D] with zeros behind its features, so that kernels see heads of one size."""
+    return x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1]))
+
+
+def absorbed_attention(
+    queries: tuple[Tensor, Tensor], latents_BLR: Tensor, weights: tuple[Tensor, Tensor], mask_BSL: Tensor, scale: float
+) -> Tensor:
+    """Return attention [B, S, N, D] to cached latents, with the up projections absorbed in queries and output.
+
+        score = (W_k^T q) c + q_pos k_pos        output = W_v (sum of weights c)
+
+    Args:
+        queries: those without positions [B, S, N, D], and rotated ones [B, S, N, P].
+        latents_BLR: latents c of keys and values, then the rotary key of P features.
+        weights: of keys and of values, each [N, D, R] with the features of c.
+        mask_BSL: True where a query sees a position of the cache.
+    """
+    (q, q_pos), (w_k, w_v) = queries, weights
+    q_BSNR = torch.cat((torch.einsum("bsnd,ndr->bsnr", q, w_k), q_pos), dim=-1)
+    keys, values = latents_BLR.unsqueeze(1), latents_BLR[..., : w_v.shape[-1]].unsqueeze(1)
+    y_BNSR = F.scaled_dot_product_attention(
+        q_BSNR.transpose(1, 2), keys, values, mask_BSL.unsqueeze(1), scale=scale, enable_gqa=True
+    )
+    return torch.einsum("bnsr,ndr->bsnd", y_BNSR, w_v)

@@ -4,10 +4,9 @@ Query heads are sharded evenly.  With grouped queries (GQA, Ainslie et al. 2023,
 key/value heads are sharded evenly: where there are fewer key/value heads than ranks, a shard ends within a head, and
 keys and values are all-gathered over some axes.
 
-Narrow features of the residual stream made whole for attention: the rotary key that all heads share, and in
-generation the latents of keys and values (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1).
-
-They are [tokens, features] in the residual layout.  Attention of a rank needs all of them for its inner tokens:
+Narrow features of the residual stream are made whole: the rotary key that all heads share, and in generation the
+latents of keys and values (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1).  Attention needs all of them for its inner
+tokens:
 
     forward     all-gather as X of an `expand` matmul; all-gather features over k; keep own rows where k splits tokens
     backward    all-gather the rows again; reduce-scatter over k where it splits heads, else keep the own features;

@@ -3,7 +3,7 @@
 
 A rank caches the heads and sequences that it computes, in every layout.  A position is written before it is read, and
 earlier positions never read it: padding behind a sequence's end is overwritten before it is read.
-Latent attention caches latents with the rotary key in place of keys, and values without features (`latent.py`).
+Latent attention caches latents with the rotary key in place of keys, and values without features (`attention.py`).
 A layer with a window keeps its last positions in a ring: index i of a rank's positions is in slot i mod R.
 Letters: B sequences of this rank, S new positions, L positions in the cache, G key/value heads, D features of a head.
 """

@@ -14,7 +14,17 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megatron3d.attention.pairs import CPU, PLAIN, PLAIN_SOFTMAX, PairKernel, PlainKernel, Softmax, add_sink, sink_grad
+from megatron3d.attention.pairs import (
+    CPU,
+    PLAIN,
+    PLAIN_SOFTMAX,
+    PairInputs,
+    PairKernel,
+    PlainKernel,
+    Softmax,
+    add_sink,
+    sink_grad,
+)
 from megatron3d.attention.pairs_plan import LONGEST, Kind, Pair, Starts, sequence_pairs
 
 Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -114,9 +124,8 @@ class ByPairs:
         for rows, pair, mask in self._pairs(q, visible):
             queries, keys = slice(*pair.queries), slice(*pair.keys)
             operands = q[rows, :, queries], k[rows, :, keys], v[rows, :, keys]
-            out[rows, :, queries], lse[rows, :, queries] = self._kernel.forward(
-                *operands, pair.kind is Kind.CAUSAL, mask
-            )
+            seen = PairInputs(*operands, pair.kind is Kind.CAUSAL, mask)
+            out[rows, :, queries], lse[rows, :, queries] = self._kernel.forward(seen)
         return out, lse
 
     def backward(self, dy: Tensor, saved: Saved, visible: Visible) -> Grads:
@@ -129,15 +138,8 @@ class ByPairs:
             dv.zero_()
         for rows, pair, mask in self._pairs(q, visible):
             queries, keys = (rows, slice(None), slice(*pair.queries)), (rows, slice(None), slice(*pair.keys))
-            grads = self._kernel.backward(
-                dy[queries],
-                q[queries],
-                k[keys],
-                v[keys],
-                (out[queries], lse[queries]),
-                pair.kind is Kind.CAUSAL,
-                mask_LT=mask,
-            )
+            seen = PairInputs(q[queries], k[keys], v[keys], pair.kind is Kind.CAUSAL, mask)
+            grads = self._kernel.backward(seen, dy[queries], (out[queries], lse[queries]))
             dq[queries] = grads[0]
             for total, part in zip((dk, dv), grads[1:], strict=True):
                 (total[keys].add_ if overlaps else total[keys].copy_)(part)

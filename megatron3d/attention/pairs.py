@@ -1,31 +1,17 @@
-"""Attention by pairs of query and key rows, merged by their log-sum-exp (Dao et al. 2022, arXiv:2205.14135; Liu et al.
-2023, arXiv:2310.01889).
-
-    out = sum over pairs of exp(lse_pair - lse) out_pair        lse = log of the sum of exp(lse_pair)
-
-Backward calls each pair's kernel with the final output and log-sum-exp, so that the gradients of the pairs add up.
-
-Softmax of attention's scores: a cap of the scores, and sinks, logits that join the denominators of their heads.
+"""Attention by pairs of query and key rows: their kernels, the softmax, and how pairs are merged.
 
     weight_j = exp(c tanh(s_j / c)) / (exp(sink) + sum over k of exp(c tanh(s_k / c)))
+    out      = sum over pairs of exp(lse_pair - lse) out_pair        lse = log of the sum of exp(lse_pair)
 
-Cap: Gemma Team 2024 (arXiv:2408.00118), section 2.  Learned sinks: OpenAI 2025 (arXiv:2508.10925), section 2.2; of 0
-(off by one): Miller 2023, "Attention is off by one".
+Merging by the log-sum-exp: Dao et al. 2022 (arXiv:2205.14135), Liu et al. 2023 (arXiv:2310.01889).  Backward calls each
+pair's kernel with the final output and log-sum-exp, so that the gradients of the pairs add up.
 
-A sink is one more key, whose value is 0.  Merged into the output and the log-sum-exp of the others by
+Cap c of the scores: Gemma Team 2024 (arXiv:2408.00118), section 2; no fused kernel caps, so plain matmuls do.  Learned
+sinks: OpenAI 2025 (arXiv:2508.10925), section 2.2; of 0 (off by one): Miller 2023, "Attention is off by one".  A sink
+is one more key, whose value is 0: out <- out sigmoid(lse - sink), lse <- log(exp(lse) + exp(sink)), for every kernel.
 
-    out <- out sigmoid(lse - sink)      lse <- log(exp(lse) + exp(sink))
-
-these are what a kernel's backward needs for exact gradients of queries, keys and values, so that every kernel and every
-exchange between context ranks has sinks.
-
-Attention whose scores are capped (`Softmax`): plain matmuls, since no fused kernel caps scores.  Queries are computed
-in pieces, so that the scores in memory are at most `LONGEST` rows.
-
-Pairs whose weights have dropout, for context ranks that do not gather keys: masks are a function of (seed, step, layer,
-sequence, head, position of the query, position of the key), so each pair makes its part of the mask that one process
-would make.  The log-sum-exp is that of the weights before dropout, so that pairs merge as without it; plain matmuls
-compute them, since the masks of torch's kernels depend on the layout.
+Dropout of weights: masks are a function of (seed, step, layer, sequence, head, positions of query and key), so that
+each pair makes its part of the mask of one process.  The log-sum-exp is that of the weights before dropout.
 
 Letters: B sequences, N query heads, G key/value heads, L query rows, T key rows, D features of a head.
 """
@@ -127,29 +113,25 @@ class Grads(NamedTuple):
     dv: Tensor
 
 
+class PairInputs(NamedTuple):
+    """Queries, keys and values of a pair, and which keys a query sees: where the mask is True, or up to itself where
+    `is_causal`, or all."""
+
+    q_BNLD: Tensor
+    k_BGTD: Tensor
+    v_BGTD: Tensor
+    is_causal: bool = False
+    mask_LT: Tensor | None = None
+
+
 class PairKernel(Protocol):
     """Attention of one pair, and its gradients."""
 
-    def forward(
-        self, q_BNLD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, is_causal: bool, mask_LT: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return the output [B, N, L, D] and the log-sum-exp [B, N, L], -inf in rows that see nothing.
-
-        `mask_LT` is True where a query sees a key; None: everywhere, or up to the query where `is_causal`.
-        """
+    def forward(self, pair: PairInputs) -> tuple[Tensor, Tensor]:
+        """Return the output [B, N, L, D] and the log-sum-exp [B, N, L], -inf in rows that see nothing."""
         ...
 
-    def backward(
-        self,
-        dy_BNLD: Tensor,
-        q_BNLD: Tensor,
-        k_BGTD: Tensor,
-        v_BGTD: Tensor,
-        merged: tuple[Tensor, Tensor],
-        is_causal: bool,
-        *,
-        mask_LT: Tensor | None,
-    ) -> Grads:
+    def backward(self, pair: PairInputs, dy_BNLD: Tensor, merged: tuple[Tensor, Tensor]) -> Grads:
         """Return the gradients, given the output and log-sum-exp over all pairs of these queries."""
         ...
 
@@ -163,32 +145,21 @@ class PlainKernel:
     def __init__(self, softcap: float | None = None) -> None:
         self._softcap = softcap
 
-    def forward(
-        self, q_BNLD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, is_causal: bool, mask_LT: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        scores = _scores(q_BNLD, k_BGTD, is_causal, mask_LT, self._softcap)
+    def forward(self, pair: PairInputs) -> tuple[Tensor, Tensor]:
+        scores = _scores(pair, self._softcap)
         lse = scores.logsumexp(-1)
-        weights = (scores - lse.unsqueeze(-1)).exp().nan_to_num_(0.0).to(q_BNLD.dtype)
-        return (self.dropped(weights) @ v_BGTD.unsqueeze(2)).flatten(1, 2), lse.flatten(1, 2)
+        weights = (scores - lse.unsqueeze(-1)).exp().nan_to_num_(0.0).to(pair.q_BNLD.dtype)
+        return (self.dropped(weights) @ pair.v_BGTD.unsqueeze(2)).flatten(1, 2), lse.flatten(1, 2)
 
     def dropped(self, weights: Tensor) -> Tensor:
         """Return weights or their gradients after dropout, of which there is none here."""
         return weights
 
-    def backward(
-        self,
-        dy_BNLD: Tensor,
-        q_BNLD: Tensor,
-        k_BGTD: Tensor,
-        v_BGTD: Tensor,
-        merged: tuple[Tensor, Tensor],
-        is_causal: bool,
-        *,
-        mask_LT: Tensor | None,
-    ) -> Grads:
+    def backward(self, pair: PairInputs, dy_BNLD: Tensor, merged: tuple[Tensor, Tensor]) -> Grads:
+        q_BNLD, k_BGTD, v_BGTD, *_ = pair
         out, lse = merged
         groups = (k_BGTD.shape[1], -1)
-        scores = _scores(q_BNLD, k_BGTD, is_causal, mask_LT, self._softcap, is_again=True)
+        scores = _scores(pair, self._softcap, is_again=True)
         weights = (scores - lse.unflatten(1, groups).unsqueeze(-1)).exp()
         delta = (dy_BNLD.to(weights.dtype) * out).sum(-1, keepdim=True).unflatten(1, groups)
         q, dy = (t.unflatten(1, groups) for t in (q_BNLD, dy_BNLD))
@@ -201,15 +172,9 @@ class PlainKernel:
         return Grads((dscores @ k_BGTD.unsqueeze(2)).flatten(1, 2), (dscores.mT @ q).sum(2), dv)
 
 
-def _scores(
-    q_BNLD: Tensor,
-    k_BGTD: Tensor,
-    is_causal: bool,
-    mask_LT: Tensor | None,
-    softcap: float | None,
-    is_again: bool = False,
-) -> Tensor:
+def _scores(pair: PairInputs, softcap: float | None, is_again: bool = False) -> Tensor:
     """Return scores [B, G, N / G, L, T] in fp32 or wider, -inf where a query does not see a key."""
+    q_BNLD, k_BGTD, _, is_causal, mask_LT = pair
     q, keys = q_BNLD.unflatten(1, (k_BGTD.shape[1], -1)), k_BGTD.unsqueeze(2).mT
     product = _computed_again(q, keys) if is_again else q @ keys
     scores: Tensor = product.to(torch.promote_types(q.dtype, torch.float32)) * q.shape[-1] ** -0.5
@@ -229,9 +194,8 @@ def _computed_again(q: Tensor, k: Tensor) -> Tensor:
 class CpuKernel:
     """torch's fused attention on CPUs."""
 
-    def forward(
-        self, q_BNLD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, is_causal: bool, mask_LT: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, pair: PairInputs) -> tuple[Tensor, Tensor]:
+        q_BNLD, k_BGTD, v_BGTD, is_causal, mask_LT = pair
         mask = None if mask_LT is None else _additive(mask_LT, q_BNLD.dtype)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q_BNLD, k_BGTD, v_BGTD, 0.0, is_causal, attn_mask=mask
@@ -239,17 +203,8 @@ class CpuKernel:
         # The kernel says 0 of rows that see nothing.
         return out, lse if mask_LT is None else lse.masked_fill(~mask_LT.any(-1), -math.inf)
 
-    def backward(
-        self,
-        dy_BNLD: Tensor,
-        q_BNLD: Tensor,
-        k_BGTD: Tensor,
-        v_BGTD: Tensor,
-        merged: tuple[Tensor, Tensor],
-        is_causal: bool,
-        *,
-        mask_LT: Tensor | None,
-    ) -> Grads:
+    def backward(self, pair: PairInputs, dy_BNLD: Tensor, merged: tuple[Tensor, Tensor]) -> Grads:
+        q_BNLD, k_BGTD, v_BGTD, is_causal, mask_LT = pair
         mask = None if mask_LT is None else _additive(mask_LT, q_BNLD.dtype)
         return Grads(
             *torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -265,25 +220,15 @@ def _additive(mask_LT: Tensor, dtype: torch.dtype) -> Tensor:
 class FlashKernel:
     """Flash attention on GPUs, for pairs without a mask in bf16 and fp16."""
 
-    def forward(
-        self, q_BNLD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, is_causal: bool, mask_LT: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, pair: PairInputs) -> tuple[Tensor, Tensor]:
+        q_BNLD, k_BGTD, v_BGTD, is_causal, mask_LT = pair
         assert mask_LT is None, "flash attention takes no mask"
         k, v = _for_each_query_head(q_BNLD, k_BGTD, v_BGTD)
         out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q_BNLD, k, v, 0.0, is_causal)
         return out, lse
 
-    def backward(
-        self,
-        dy_BNLD: Tensor,
-        q_BNLD: Tensor,
-        k_BGTD: Tensor,
-        v_BGTD: Tensor,
-        merged: tuple[Tensor, Tensor],
-        is_causal: bool,
-        *,
-        mask_LT: Tensor | None,
-    ) -> Grads:
+    def backward(self, pair: PairInputs, dy_BNLD: Tensor, merged: tuple[Tensor, Tensor]) -> Grads:
+        q_BNLD, k_BGTD, v_BGTD, is_causal, _ = pair
         k, v = _for_each_query_head(q_BNLD, k_BGTD, v_BGTD)
         out, lse = merged[0], merged[1].contiguous()  # the kernel reads rows of the log-sum-exp without strides
         unused = torch.empty(2, dtype=torch.uint64, device=k.device)  # the random state of dropout, which is 0
@@ -344,7 +289,9 @@ class Merged:
         for pair in pairs:
             q, (k, v) = rows(self._q, pair.queries, pair), (rows(t, pair.keys, pair) for t in kv)
             kernel = of_pair(pair) if of_pair else self._kernel or kernel_for(q, pair.kind)
-            out, lse = kernel.forward(q, k, v, pair.kind is Kind.CAUSAL, _mask(pair, self._window, q.device))
+            mask = _mask(pair, self._window, q.device)
+            out, lse = kernel.forward(PairInputs(q, k, v, pair.kind is Kind.CAUSAL, mask))
+            del mask
             if self._merged is None and q is self._q:
                 by_position = out.to(self._wide).transpose(1, 2).contiguous()  # as the output projection reads it
                 self._merged = by_position.transpose(1, 2), lse
@@ -394,8 +341,8 @@ class MergedGrads:
             dy, q, out, lse = (rows(t, pair.queries, pair) for t in (self._dy, self._q, *self._merged))
             k, v = (rows(t, pair.keys, pair) for t in kv)
             kernel = of_pair(pair) if of_pair else self._kernel or kernel_for(q, pair.kind)
-            mask = _mask(pair, self._window, q.device)
-            grads = kernel.backward(dy, q, k, v, (out, lse), pair.kind is Kind.CAUSAL, mask_LT=mask)
+            seen = pair.kind is Kind.CAUSAL, _mask(pair, self._window, q.device)
+            grads = kernel.backward(PairInputs(q, k, v, *seen), dy, (out, lse))
             rows(self.dq, pair.queries, pair).add_(grads.dq)
             rows(dkv[0], pair.keys, pair).add_(grads.dk)
             rows(dkv[1], pair.keys, pair).add_(grads.dv)
@@ -416,54 +363,36 @@ class InPieces:
     def __init__(self, kernel: PairKernel, longest: int = LONGEST) -> None:
         self._kernel, self._longest = kernel, longest
 
-    def forward(
-        self, q_BNLD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, is_causal: bool, mask_LT: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        if q_BNLD.shape[2] <= self._longest:
-            return self._kernel.forward(q_BNLD, k_BGTD, v_BGTD, is_causal, mask_LT)
-        found = [
-            self._kernel.forward(q_BNLD[queries], k_BGTD[keys], v_BGTD[keys], False, mask)
-            for queries, keys, mask in self._pieces(q_BNLD, k_BGTD, is_causal, mask_LT)
-        ]
+    def forward(self, pair: PairInputs) -> tuple[Tensor, Tensor]:
+        if pair.q_BNLD.shape[2] <= self._longest:
+            return self._kernel.forward(pair)
+        found = [self._kernel.forward(piece) for piece, _, _ in self._pieces(pair)]
         return torch.cat([out for out, _ in found], dim=2), torch.cat([lse for _, lse in found], dim=2)
 
-    def backward(
-        self,
-        dy_BNLD: Tensor,
-        q_BNLD: Tensor,
-        k_BGTD: Tensor,
-        v_BGTD: Tensor,
-        merged: tuple[Tensor, Tensor],
-        is_causal: bool,
-        *,
-        mask_LT: Tensor | None,
-    ) -> Grads:
-        if q_BNLD.shape[2] <= self._longest:
-            return self._kernel.backward(dy_BNLD, q_BNLD, k_BGTD, v_BGTD, merged, is_causal, mask_LT=mask_LT)
-        wide = torch.promote_types(k_BGTD.dtype, torch.float32)
-        dk, dv = torch.zeros_like(k_BGTD, dtype=wide), torch.zeros_like(v_BGTD, dtype=wide)
+    def backward(self, pair: PairInputs, dy_BNLD: Tensor, merged: tuple[Tensor, Tensor]) -> Grads:
+        if pair.q_BNLD.shape[2] <= self._longest:
+            return self._kernel.backward(pair, dy_BNLD, merged)
+        wide = torch.promote_types(pair.k_BGTD.dtype, torch.float32)
+        dk, dv = (torch.zeros_like(each, dtype=wide) for each in (pair.k_BGTD, pair.v_BGTD))
         dq = []
-        for queries, keys, mask in self._pieces(q_BNLD, k_BGTD, is_causal, mask_LT):
-            final = merged[0][queries], merged[1][queries]
-            grads = self._kernel.backward(
-                dy_BNLD[queries], q_BNLD[queries], k_BGTD[keys], v_BGTD[keys], final, False, mask_LT=mask
-            )
+        for piece, queries, keys in self._pieces(pair):
+            grads = self._kernel.backward(piece, dy_BNLD[queries], (merged[0][queries], merged[1][queries]))
             dq.append(grads.dq)
             dk[keys] += grads.dk
             dv[keys] += grads.dv
         return Grads(torch.cat(dq, dim=2), dk, dv)
 
-    def _pieces(
-        self, q_BNLD: Tensor, k_BGTD: Tensor, is_causal: bool, mask_LT: Tensor | None
-    ) -> Iterator[tuple[Rows, Rows, Tensor | None]]:
-        """Yield queries, the keys that they may see, and which they see."""
+    def _pieces(self, pair: PairInputs) -> Iterator[tuple[PairInputs, Rows, Rows]]:
+        """Yield queries with the keys that they may see, and the rows of both in the pair."""
+        q_BNLD, k_BGTD, v_BGTD, is_causal, mask_LT = pair
         every, length = slice(None), q_BNLD.shape[2]
         for low in range(0, length, self._longest):
             high = min(low + self._longest, length)
             mask, last = None if mask_LT is None else mask_LT[..., low:high, :], k_BGTD.shape[2]
             if is_causal:
                 mask, last = q_BNLD.new_ones((high - low, high), dtype=torch.bool).tril(low), high
-            yield (every, every, slice(low, high)), (every, every, slice(0, last)), mask
+            queries, keys = (every, every, slice(low, high)), (every, every, slice(0, last))
+            yield PairInputs(q_BNLD[queries], k_BGTD[keys], v_BGTD[keys], False, mask), queries, keys
 
 
 class DroppedKernel(PlainKernel):

@@ -1,13 +1,4 @@
-"""Pairs of query and key rows of whole sequences on one rank: each query row is in one pair, so nothing is merged.
-
-    document                one causal pair
-    short documents         one masked pair for several neighbours, since a kernel for a few rows is mostly overhead
-    document, window w      a masked pair for each piece of its queries: the piece, and the w - 1 keys before it
-
-A window of w is Hugging Face's `sliding_window`: a query sees itself and the w - 1 positions before it.  Only integers
-on the host decide; memory for masks is bounded by the longest piece times (piece + window).
-
-Pairs of query and key rows that attention multiplies: whole, causal, or masked; empty pairs are left out.
+"""Pairs of query and key rows that attention multiplies: whole, causal, or masked; empty pairs are left out.
 
 A rank holds chunks of the positions of a sequence, one after the other.  Cut where documents begin, they are segments
 of one document each, and a query segment sees of a key segment all, the keys up to itself, none, or, at the edge of a
@@ -16,8 +7,15 @@ sliding window, a band:
     query >= key, same document         whole where all keys come before all queries, causal where both are one segment
     query - key < window                masked where only some of the pairs are near enough
 
-Only integers on the host decide this, so that no rank waits for its device.  Neighbouring pairs are joined: without
-documents and windows, zigzag chunks (arXiv:2311.09431) make one pair for each context rank.
+Neighbouring pairs are joined: without documents and windows, zigzag chunks (arXiv:2311.09431) make one pair for each
+context rank.  Of whole sequences on one rank, each query row is in one pair, and nothing is merged:
+
+    document                one causal pair
+    short documents         one masked pair for several neighbours, since a kernel for a few rows is mostly overhead
+    document, window w      a masked pair for each piece of its queries: the piece, and the w - 1 keys before it
+
+Only integers on the host decide, so that no rank waits for its device.  A window of w is Hugging Face's
+`sliding_window`:  a query sees itself and the w - 1 positions before it.
 """
 
 from __future__ import annotations

@@ -8,8 +8,7 @@ from typing import Any, TypeVar
 
 from megatron3d.attention.rotary_spec import LINEAR, LLAMA3, YARN, RotaryScaling, yarn_attention_factor
 from megatron3d.config.schema import ITEMSIZES, Config, ModelConfig
-from megatron3d.experts.plan import fewest_bytes
-from megatron3d.experts.spec import Balance, Experts
+from megatron3d.experts.plan import Balance, Experts, fewest_bytes
 from megatron3d.model.spec import FAMILIES, Architecture, default_ffn_hidden_size
 from megatron3d.parallel.modes.mode import ALLGATHER
 

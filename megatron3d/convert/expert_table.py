@@ -33,7 +33,7 @@ from megatron3d.convert.llama_table import (
     rotary_fields,
     rotary_type,
 )
-from megatron3d.experts.spec import Experts
+from megatron3d.experts.plan import Experts
 from megatron3d.model.spec import Architecture, has_experts
 
 Field = tuple[str, JsonValue]

@@ -1,21 +1,4 @@
-"""Experts as values: a second factorization of the ranks of a stage, and what each dispatcher sends.
-
-Exchanges of tokens between the ranks that hold a layer's experts (`moe_token_dispatcher_type`): what each sends.
-
-    allgather    tokens, choices and weights of all ranks are all-gathered, outputs reduce-scattered (MegaScale-MoE,
-                 arXiv:2505.11432)
-    alltoall     a row for each choice goes to the rank of its expert, and its output back (GShard, arXiv:2006.16668)
-
-Of n ranks, each has m tokens of width h, and each token k experts.  In units of elements of tokens, each sends
-
-                 forward                      backward
-    allgather    2 m h (n - 1)                2 m h (n - 1)
-    alltoall     2 m h k (n - 1) / n          as forward, where the load is balanced
-
-so that alltoall sends less where a token has fewer experts than there are ranks.  Besides, `allgather` sends the
-choices (8 bytes each) and the weights, forward and backward, `alltoall` its number of rows for each expert.
-
-Folding of experts onto the ranks of a pipeline stage: a second factorization of the same ranks.
+"""Experts as values: their sizes, a second factorization of the ranks of a stage, and what each dispatcher sends.
 
     dense     pipeline | replica . data . context . tensor axes         split tokens and matrices
     experts   pipeline | edata . expert . etensor                       the last varies fastest
@@ -28,11 +11,21 @@ a common refinement: where the boundary of a factor falls inside a dense axis, t
     EP 4: axes (data.1, t)          0  1   2  3    0  1    2  3         experts' coordinate
     EP 2, ETP 2: (data.1), (t)      0  0   1  1    0  0    1  1
 
-So the ranks of an expert group are neighbours.  (Parallel folding, Liu et al. 2025, arXiv:2504.14960.)
+So the ranks of an expert group are neighbours (parallel folding, Liu et al. 2025, arXiv:2504.14960).
+
+`moe_token_dispatcher_type`, of n ranks with m tokens of width h each, k experts per token, in elements that each sends:
+
+                 forward                      backward
+    allgather    2 m h (n - 1)                2 m h (n - 1)           MegaScale-MoE, arXiv:2505.11432
+    alltoall     2 m h k (n - 1) / n          as forward              GShard, arXiv:2006.16668, for a balanced load
+
+`allgather` all-gathers tokens, choices (8 bytes each) and weights, and reduce-scatters outputs; `alltoall` sends a row
+for each choice to the rank of its expert and its output back, and its number of rows for each expert.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -41,6 +34,68 @@ from typing import NamedTuple
 from megatron3d.parallel.matmul_plan import Traffic
 from megatron3d.parallel.mesh import DATA, Axes, Sizes
 from megatron3d.parallel.modes.mode import ALLGATHER, DISPATCHERS, Mode
+
+SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
+SEQUENCE, GLOBAL = "seq_aux_loss", "global_aux_loss"
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Mixture of experts in place of a layer's MLP.
+
+    Attributes:
+        topk: experts that each token is sent to.
+        ffn_hidden_size: inner features of each expert.
+        shared_ffn_hidden_size: inner features of the shared experts, which every token is sent to; 0: none.
+        has_shared_gate: the shared experts' output is multiplied by a sigmoid of the token.
+        layers: pattern that repeats over depth, 1 for a layer with experts; empty: every layer.
+        score_function: what makes scores of logits, one of `SCORES`.
+        pre_softmax: softmax over all experts before the choice, without normalization; else over the chosen ones.
+        num_groups, group_topk: experts are in groups, of which only the best are chosen from; None: no groups.
+        scaling_factor: factor of the weights of the chosen experts.
+        has_router_bias: the router's logits have a bias, a parameter.
+        has_expert_bias: the choice has a bias, which is no parameter: it moves towards an even load at each step.
+    """
+
+    num_experts: int
+    topk: int
+    ffn_hidden_size: int
+    shared_ffn_hidden_size: int = 0
+    has_shared_gate: bool = False
+    layers: tuple[int, ...] = ()
+    score_function: str = "softmax"
+    pre_softmax: bool = False
+    num_groups: int | None = None
+    group_topk: int | None = None
+    scaling_factor: float = 1.0
+    has_router_bias: bool = False
+    has_expert_bias: bool = False
+
+
+def capacity_of(factor: float, seq_length: int, experts: Experts) -> int:
+    """Return the most tokens that an expert takes of one sequence: `factor` times those of an even load, rounded up."""
+    return math.ceil(factor * seq_length * experts.topk / experts.num_experts)
+
+
+@dataclass(frozen=True)
+class Balance:
+    """What balances the experts' load in training, which no parameter depends on.
+
+    Attributes:
+        loss: `SEQUENCE`, `GLOBAL` or "none".
+        coeff: factor of that loss.
+        z_coeff: factor of the router's z-loss (Zoph et al. 2022, arXiv:2202.08906, equation 5).
+        bias_update_rate: step of the choice's bias.
+        capacity_factor: most tokens of a sequence that an expert takes, in multiples of an even load; None: all that
+            choose it.
+    """
+
+    loss: str = "none"
+    coeff: float = 0.0
+    z_coeff: float = 0.0
+    bias_update_rate: float = 0.0
+    capacity_factor: float | None = None
+
 
 _INDEX_BYTES = 8
 

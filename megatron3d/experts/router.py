@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron3d.comm.interface import Comm
-from megatron3d.experts.spec import Experts
+from megatron3d.experts.plan import Experts
 from megatron3d.parallel.mesh import Axes
 
 

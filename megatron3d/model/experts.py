@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from megatron3d.experts.dispatch import DISPATCH, ExpertRanks, gather_tokens, reduce_rows
 from megatron3d.experts.grouped_matmul import GroupedMatmul, add_biases
+from megatron3d.experts.plan import GLOBAL, SEQUENCE, Balance, Experts, capacity_of
 from megatron3d.experts.router import (
     Routes,
     balance_terms,
@@ -28,7 +29,6 @@ from megatron3d.experts.router import (
     with_loss,
     z_terms,
 )
-from megatron3d.experts.spec import GLOBAL, SEQUENCE, Balance, Experts, capacity_of
 from megatron3d.model.linear_spec import SHARED_FC1, SHARED_FC2
 from megatron3d.model.microbatch import Pass
 from megatron3d.model.modules import MLP, Build

@@ -13,7 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron3d.attention.attention import AttentionHeads, attention
+from megatron3d.attention.attention import (
+    AttentionHeads,
+    absorbed_attention,
+    attention,
+    padded,
+    whole_features,
+    whole_weight,
+)
 from megatron3d.attention.context.attention import (
     ContextAttention,
     KeptResult,
@@ -21,7 +28,6 @@ from megatron3d.attention.context.attention import (
     context_attention,
 )
 from megatron3d.attention.kv_cache import CacheView
-from megatron3d.attention.latent import absorbed_attention, padded, whole_features, whole_weight
 from megatron3d.attention.packed import Visible
 from megatron3d.attention.pairs import VANILLA, Drop, Softmax
 from megatron3d.attention.rotary import rotate

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from megatron3d.experts.spec import Experts
+from megatron3d.experts.plan import Experts
 from megatron3d.model.linear_spec import (
     DOWN,
     FC1,

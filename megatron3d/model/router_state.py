@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from megatron3d.comm.interface import Comm
+from megatron3d.experts.plan import GLOBAL, Balance
 from megatron3d.experts.router import counts_of
-from megatron3d.experts.spec import GLOBAL, Balance
 from megatron3d.model.spec import (
     COUNTS_BESIDES,
     EXPERT_BIAS,

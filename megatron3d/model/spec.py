@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from pydantic import JsonValue
 
 from megatron3d.attention.rotary_spec import Rotary, RotaryScaling
-from megatron3d.experts.spec import GLOBAL, Balance, Experts
+from megatron3d.experts.plan import GLOBAL, Balance, Experts
 
 GRANULARITIES = ("none", "selective", "full")
 CORE_ATTN, MLP_ACT, MLA_UP_PROJ = MODULES = ("core_attn", "mlp_act", "mla_up_proj")

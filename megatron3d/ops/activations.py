@@ -23,10 +23,6 @@ def _gated(activation: Activation, fused_MF: Tensor) -> Tensor:
     return activation(gate) * up
 
 
-def _squared_relu(x_MF: Tensor) -> Tensor:
-    return F.relu(x_MF).square()
-
-
 def _clamped_swiglu(fused_MF: Tensor) -> Tensor:
     gate, up = fused_MF.chunk(2, dim=-1)
     gate, up = gate.clamp(max=_LIMIT), up.clamp(-_LIMIT, _LIMIT)
@@ -37,7 +33,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
-    "squared_relu": _squared_relu,
+    "squared_relu": lambda x_MF: F.relu(x_MF).square(),
     "swiglu": partial(_gated, F.silu),
     "geglu": partial(_gated, F.gelu),
     "geglu_tanh": partial(_gated, partial(F.gelu, approximate="tanh")),

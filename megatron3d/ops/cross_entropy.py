@@ -3,10 +3,7 @@
     loss = sum over tokens of (log sum_v exp(logit_v) - logit_label) / number of tokens of the global batch
 
 Maximum, sum and label's logit are combined over the axes that split the vocabulary, in fp32 or better (Shoeybi et al.
-2019, section 3).  `cross_entropy_` is the reference in torch's operations; on GPUs with Triton two kernels compute the
-same (`ops/triton_cross_entropy.py`).  Letters: M tokens, C tokens of one chunk, V vocabulary, H hidden.
-
-Cross-entropy of a vocabulary shard in two Triton kernels, which read the logits twice and write them once.
+2019, section 3).  `cross_entropy_` is the reference in torch's operations; on GPUs two Triton kernels compute the same:
 
     statistics   m = max_v logit_v,  s = sum_v exp(logit_v - m),  label's logit      one pass, rescaled as m grows
     all-reduce   m over the shards, then s exp(m - max m) and the label's logit
@@ -14,7 +11,7 @@ Cross-entropy of a vocabulary shard in two Triton kernels, which read the logits
 
 A running sum that is rescaled where the maximum grows is by Milakov and Gimelshein 2018, arXiv:1805.02867.  A gradient
 in bf16 or fp16 takes the first half of each row of the fp32 logits, so that it needs no memory of its own.
-Letters: C tokens of one chunk, V this rank's vocabulary.
+Letters: M tokens, C tokens of one chunk, V this rank's vocabulary, H hidden.
 """
 
 from __future__ import annotations
@@ -58,13 +55,13 @@ def fused_cross_entropy_(
 
     The gradient is a view of the logits' memory, with a row stride of V elements in fp32.
     """
-    from megatron3d.ops.triton_cross_entropy import write_gradient, write_statistics
+    from megatron3d.ops.triton_kernels import write_logits_grad, write_vocab_statistics
 
     counted_C = labels_C >= 0
     is_mine_C = counted_C & (labels_C >= vocab.low) & (labels_C < vocab.high)
     column_C = torch.where(is_mine_C, labels_C - vocab.low, -1)
     statistics_3C = logits_CV.new_empty((3, len(logits_CV)))
-    write_statistics(logits_CV, column_C, statistics_3C)
+    write_vocab_statistics(logits_CV, column_C, statistics_3C)
     local_top_C, local_sum_C, label_logit_C = statistics_3C
     top_C = vocab.comm.all_reduce(local_top_C.clone(), vocab.axes, "max").wait()
     shares_2C = torch.stack(
@@ -77,7 +74,7 @@ def fused_cross_entropy_(
     factor_C = (scale / (sum_C * num_tokens)).masked_fill(~counted_C, 0)
     label_factor_C = is_mine_C.to(logits_CV.dtype) * scale / num_tokens
     grad_CV = logits_CV.view(dtype)[:, : logits_CV.shape[1]]
-    write_gradient(logits_CV, column_C, torch.stack((top_C, factor_C, label_factor_C)), grad_CV)
+    write_logits_grad(logits_CV, column_C, torch.stack((top_C, factor_C, label_factor_C)), grad_CV)
     return loss, grad_CV
 
 

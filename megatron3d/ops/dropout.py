@@ -35,7 +35,7 @@ def keep_mask(key: int, rows_M: Tensor, columns_H: Tensor, rate: float) -> Tenso
     inputs = hash_inputs(key, rows_M, columns_H, rate)
     if not (rows_M.is_cuda and has_triton()):
         return mask_of(*inputs)
-    from megatron3d.ops.triton_dropout import write_mask
+    from megatron3d.ops.triton_kernels import write_mask
 
     keep_MH = torch.empty((len(rows_M), len(columns_H)), dtype=torch.bool, device=rows_M.device)
     write_mask(*inputs, keep_MH)

@@ -1,11 +1,5 @@
 """LayerNorm and RMSNorm over features that may be sharded, with statistics combined over the axes that shard them.
 
-Means and centred squares of the shards are combined as in Chan, Golub and LeVeque (1979), in fp32 or wider and with one
-collective, which avoids the cancellation in E[x^2] - E[x]^2.  On GPUs with Triton, kernels of `ops/triton_norm.py`
-compute the same.  Letters: M tokens, H features.
-
-LayerNorm and RMSNorm over sharded features with one Triton kernel between two collectives.
-
     statistics   mean and mean square about it (LayerNorm), or the mean square (RMSNorm), of this rank's features
     all-gather or all-reduce
     Y            (x - mean) scale weight + bias,  scale = 1 / sqrt(mean square of all + eps)
@@ -14,8 +8,9 @@ LayerNorm and RMSNorm over sharded features with one Triton kernel between two c
     all-reduce, while the gradients of weight and bias are summed in groups of tokens
     dX           (dy weight - unit sum1 / H - sum2 / H) scale
 
-The values are those of torch's operations, in 2 kernels forward and 4 or 5 backward.  Letters: M tokens, H this rank's
-features, R ranks, C 2 with a mean (LayerNorm) and 1 without.
+Means and centred squares of the shards are combined as in Chan, Golub and LeVeque (1979), in fp32 or wider, which
+avoids the cancellation in E[x^2] - E[x]^2.  On GPUs Triton computes it in 2 kernels forward and 4 or 5 backward.
+Letters: M tokens, H this rank's features, R ranks, C 2 with a mean (LayerNorm) and 1 without.
 """
 
 from __future__ import annotations
@@ -41,12 +36,12 @@ class FusedShardedNorm(torch.autograd.Function):
         ctx: Any, x_MH: Tensor, weight_H: Tensor, bias_H: Tensor | None, eps: float, axes: Axes, comm: Comm
     ) -> Tensor:
         """Return Y in the dtype of X."""
-        from megatron3d.ops.triton_norm import write_normalized, write_statistics
+        from megatron3d.ops.triton_kernels import write_norm_statistics, write_normalized
 
         x_MH = x_MH if x_MH.stride(-1) == 1 else x_MH.contiguous()
         ranks, centred = comm.mesh.size(axes), bias_H is not None
         mine_CM = x_MH.new_empty((1 + centred, len(x_MH)), dtype=torch.float32)
-        write_statistics(x_MH, mine_CM)
+        write_norm_statistics(x_MH, mine_CM)
         combine = comm.all_gather(mine_CM.unsqueeze(0), axes, dim=0) if centred else comm.all_reduce(mine_CM, axes)
         statistics_RCM = combine.wait()
         y_MH, mean_scale_CM = torch.empty_like(x_MH), torch.empty_like(mine_CM)
@@ -58,7 +53,7 @@ class FusedShardedNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy_MH: Tensor) -> tuple[Tensor | None, ...]:
         """Return dX and the gradients of weight and bias."""
-        from megatron3d.ops.triton_norm import weight_grads, write_input_grad, write_sums
+        from megatron3d.ops.triton_kernels import weight_grads, write_input_grad, write_sums
 
         x_MH, weight_H, mean_scale_CM = ctx.saved_tensors
         dy_MH = dy_MH if dy_MH.stride(-1) == 1 else dy_MH.contiguous()

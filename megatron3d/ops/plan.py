@@ -1,9 +1,7 @@
 """Plans of operations: the chunks of tokens of the loss, and changes of an activation's layout.
 
-Chunks of tokens whose logits the LM head's loss computes at a time.
-
-A chunk of few tokens makes small GEMMs, and reads and writes the whole fp32 main_grad of the head once more.  On GPUs a
-chunk is therefore as large as its memory allows; on CPUs it has a number of tokens, as it always had.
+A chunk of few tokens makes small GEMMs, and reads and writes the fp32 main_grad of the head once more.  On GPUs a chunk
+is therefore as large as its memory allows; on CPUs it has a number of tokens.
 """
 
 from __future__ import annotations

@@ -1,21 +1,13 @@
 """What backward keeps: activation recomputation (activation checkpointing), and offloading to host memory.
 
-Copies next to the computation: a side stream of a device, and page-locked host memory that it copies to and from.
-
-    compute     | layer 0 | layer 1       | layer 2       |
-    side        .         | copy layer 0  | copy layer 1  | ...
-
-On a CPU there is one stream: a copy is complete when it returns.
-
-Offloading of saved activations to host memory, on side streams.
-
     compute   | F layer 0 | F layer 1      | F layer 2      | ...  | B layer 2      | B layer 1      | B layer 0
     out                   | 0 to the host  | 1 to the host  | 2
     in                                                         2   | 1 to the device | 0 to the device
 
-A group is what one layer saves, or one run of recomputed layers.  The device holds two groups at a time: in forward the
-one that is computed and the one that leaves; in backward the one that is used and the one before it, which is fetched
-meanwhile.  The last group is used first and is still on the device if its backward follows at once.
+Copies run on side streams from and to page-locked host memory; on a CPU a copy is complete when it returns.  A group is
+what one layer saves, or one run of recomputed layers.  The device holds two at a time: in forward the one that is
+computed and the one that leaves; in backward the one that is used and the one before it, which is fetched meanwhile.
+The last group is used first and is still on the device if its backward follows at once.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron3d.comm.interface import Comm
-from megatron3d.ops import triton_cross_entropy
+from megatron3d.ops import triton_kernels
 from megatron3d.ops.cross_entropy import LOSS_KERNELS, LMHead, VocabShard, head_loss
 from megatron3d.ops.plan import LossChunk
 from megatron3d.parallel.mesh import Mesh
@@ -108,7 +108,7 @@ def one_head(rank: int, num_ranks: int, mode_name: str) -> dict[str, float]:
 
 def interpret() -> Mapping[str, float]:
     """Return all differences, in units of what rounding explains, with kernels that Triton interprets."""
-    triton_cross_entropy.BLOCK = 128
+    triton_kernels.BLOCK = 128
     found = {
         f"{num_ranks} ranks, rank {rank}, {name}": value
         for num_ranks in (1, 4)
@@ -129,10 +129,10 @@ def compiled() -> Mapping[str, str]:
     statistics = {"logits": "*fp32", "columns": "*i64", "statistics": "*fp32", **numbers}
     gradient = {"logits": "*fp32", "columns": "*i64", "factors": "*fp32", "grad": "*bf16", **numbers}
     kernels = {
-        "statistics": (triton_cross_entropy.statistics_kernel, statistics),
-        "gradient": (triton_cross_entropy.gradient_kernel, {**gradient, "grad_stride": "i32"}),
+        "statistics": (triton_kernels.vocab_statistics_kernel, statistics),
+        "gradient": (triton_kernels.logits_grad_kernel, {**gradient, "grad_stride": "i32"}),
     }
-    constants, options = {"BLOCK": triton_cross_entropy.BLOCK}, triton_cross_entropy.OPTIONS
+    constants, options = {"BLOCK": triton_kernels.BLOCK}, triton_kernels.OPTIONS
     return {
         f"{name} sm_{sm}": assemble(kernel, signature, constants, options, sm)
         for name, (kernel, signature) in kernels.items()

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron3d.comm.interface import Comm
-from megatron3d.ops import triton_norm
+from megatron3d.ops import triton_kernels
 from megatron3d.ops.norm import SHARDED_NORMS
 from megatron3d.parallel.mesh import Mesh
 from tests.support.shards import cut, normal
@@ -82,7 +82,7 @@ class Operators(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-LAUNCHES = ("write_statistics", "write_normalized", "write_sums", "weight_grads", "write_input_grad")
+LAUNCHES = ("write_norm_statistics", "write_normalized", "write_sums", "weight_grads", "write_input_grad")
 
 
 def count(centred: bool) -> list[str]:
@@ -90,7 +90,7 @@ def count(centred: bool) -> list[str]:
     from tests.support.shards import every_group, pretended_world
 
     launched: list[str] = []
-    kept = {name: getattr(triton_norm, name) for name in LAUNCHES}
+    kept = {name: getattr(triton_kernels, name) for name in LAUNCHES}
 
     def noted(name: str) -> Callable[..., Any]:
         def launch(*args: Any, **named: Any) -> Any:
@@ -101,7 +101,7 @@ def count(centred: bool) -> list[str]:
         return launch
 
     for name in LAUNCHES:
-        setattr(triton_norm, name, noted(name))
+        setattr(triton_kernels, name, noted(name))
     with pretended_world(0, 2):
         comm = every_group(Mesh((("a", 2),)))
         x, weight = torch.ones(3, 4, requires_grad=True), torch.ones(4, requires_grad=True)
@@ -109,13 +109,13 @@ def count(centred: bool) -> list[str]:
         with Operators() as operators:
             SHARDED_NORMS["triton"].apply(x, weight, bias, 1e-5, ("a",), comm).backward(dy)
     for name in LAUNCHES:
-        setattr(triton_norm, name, kept[name])
+        setattr(triton_kernels, name, kept[name])
     return launched + operators.names
 
 
 def interpret() -> Mapping[str, Any]:
     """Return all differences, in units of what rounding explains, and the kernels of one norm."""
-    triton_norm.BLOCK, triton_norm.MAX_GROUPS = 32, 2
+    triton_kernels.BLOCK, triton_kernels.MAX_GROUPS = 32, 2
     found: dict[str, Any] = {
         f"{num_ranks} ranks, rank {rank}, {name}": value
         for num_ranks in (2, 4)
@@ -130,10 +130,10 @@ def compiled() -> Mapping[str, str]:
     size, rows = {"num_tokens": "i32", "features": "i32"}, {"x": "*bf16", "dy": "*bf16", "mean_scale": "*fp32"}
     strides = {"x_stride": "i32", "dy_stride": "i32"}
     weight = {"weight": "*bf16"}
-    tiles = {"ROWS": triton_norm.TILE_ROWS, "COLUMNS": triton_norm.TILE_COLUMNS}
-    block = {"BLOCK": triton_norm.BLOCK}
+    tiles = {"ROWS": triton_kernels.TILE_ROWS, "COLUMNS": triton_kernels.TILE_COLUMNS}
+    block = {"BLOCK": triton_kernels.BLOCK}
     signatures: Mapping[str, tuple[Mapping[str, str], Mapping[str, Any]]] = {
-        "statistics": ({"x": "*bf16", "statistics": "*fp32", **size, "row_stride": "i32"}, block),
+        "norm_statistics": ({"x": "*bf16", "statistics": "*fp32", **size, "row_stride": "i32"}, block),
         "normalize": (
             {"x": "*bf16", "statistics": "*fp32", **weight, "bias": "*bf16", "y": "*bf16", "mean_scale": "*fp32"}
             | {**size, "ranks": "i32", "eps": "fp32", "x_stride": "i32", "y_stride": "i32"},
@@ -149,7 +149,11 @@ def compiled() -> Mapping[str, str]:
     }
     return {
         f"{name} {centred} sm_{sm}": assemble(
-            getattr(triton_norm, f"{name}_kernel"), given, {"CENTRED": centred, **constants}, triton_norm.OPTIONS, sm
+            getattr(triton_kernels, f"{name}_kernel"),
+            given,
+            {"CENTRED": centred, **constants},
+            triton_kernels.OPTIONS,
+            sm,
         )
         for name, (given, constants) in signatures.items()
         for centred in (0, 1)

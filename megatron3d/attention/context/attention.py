@@ -1,28 +1,20 @@
 """Causal attention whose sequences are split over context ranks: one function for every exchange (`cp_comm_type`).
 
 A rank has the queries, keys and values of its own positions (`plan.py`).  An exchange brings the queries of
-some heads what they may see, in parts of consecutive heads:
+some heads what they may see, in parts of consecutive heads, whose numbers do not depend on one another:
 
     forward     every part in flight | attention of part 0, its output on its way | attention of part 1 ...
     backward    every part in flight | gradients of part 0, on their way home | gradients of part 1 ...
 
-so that only the first part's way there and the last part's way back are exposed.  Heads do not depend on one another:
-the numbers are those of one part.
+so that only the first part's way there and the last part's way back are exposed.
 
-Letters: B sequences, L positions of this rank, S positions of whole sequences, N query heads, G key/value heads,
-D features of a head, C context ranks.
+In generation rank p mod c of c holds position p, in slot p // c of its KV cache.  New queries, keys and values are
+all-gathered; each rank keeps the keys of its positions, attends all new queries to all that it keeps, and sends each
+rank the partial outputs of its tokens, which are merged by their log-sum-exp (Dao et al. 2022, arXiv:2205.14135).  So a
+prompt's keys are stored once, prefill and decode are one path, and every rank computes the same number of scores.
 
-Attention of new tokens to a KV cache whose positions are divided among context ranks.
-
-    position p     context rank p mod c, slot p // c of its cache
-
-New queries, keys and values are gathered over the context ranks; each rank keeps the keys of its positions, attends all
-new queries to all that it keeps, and sends each rank the partial outputs of its tokens, which are merged by their
-log-sum-exp (Dao et al. 2022, arXiv:2205.14135).  So a prompt's keys are stored once, prefill and decode are one path
-for every exchange of training, and every rank computes the same number of scores.
-
-Letters: B sequences, W new tokens of each, L those of this rank, T slots of this rank's cache, N query heads,
-G key/value heads, D features of a head, C context ranks.
+Letters: B sequences, L positions of this rank, S positions of whole sequences, W new tokens of each, T slots of this
+rank's cache, N query heads, G key/value heads, D features of a head, C context ranks.
 """
 
 from __future__ import annotations
@@ -66,6 +58,7 @@ from megatron3d.attention.pairs import (
     Drop,
     DroppedPairs,
     InPieces,
+    PairInputs,
     PairKernel,
     PlainKernel,
     Softmax,
@@ -310,7 +303,7 @@ def cached_context_attention(
     if not at.heads.are_even:
         k_BGTD, v_BGTD = (t[:, at.heads.group_of_query] for t in (k_BGTD, v_BGTD))
     kernel = InPieces(PlainKernel(at.softmax.softcap), PIECE)
-    out, lse = kernel.forward(q_BNWD, k_BGTD, v_BGTD, False, mask_BWT[:, None, None])
+    out, lse = kernel.forward(PairInputs(q_BNWD, k_BGTD, v_BGTD, False, mask_BWT[:, None, None]))
     out_BNLD, lse_BNL = _merged(torch.cat((out.to(lse.dtype), lse.unsqueeze(-1)), dim=-1), at)
     y_BNLD, _ = add_sink(out_BNLD, lse_BNL, at.softmax.sink_N)
     return y_BNLD.to(q_BLND.dtype).transpose(1, 2).flatten(0, 1).flatten(1)

@@ -1,22 +1,14 @@
-"""Exchanges between context ranks: what each does with one part of the heads, forward and backward.
+"""Exchanges between context ranks on tensors: all-gather of keys and values, rings, and positions for heads.
 
-All-gather of keys and values, as Llama 3 does (arXiv:2407.21783, section 3.3.2): with grouped queries keys and values
-are small; their gradients return by reduce-scatters.
+all_gather  keys and values, small with grouped queries; gradients return by reduce-scatters (Llama 3, arXiv:2407.21783)
+p2p         keys and values move round the ranks during attention (ring attention, Liu et al. 2023, arXiv:2310.01889)
+              forward     kv of the next step in flight | pairs of this step, merged by log-sum-exp
+              backward    kv of the next step and gradients of the step before in flight | gradients of this step
+a2a         [B, N, L, D] of this rank's positions -> [B, N / c, S, D] of all (Jacobs et al. 2023, arXiv:2309.14509)
 
-Ring attention (Liu et al. 2023, arXiv:2310.01889): keys and values move round the context ranks during attention.
-
-    forward     kv of the next step in flight | pairs of this step, merged by log-sum-exp
-    backward    kv of the next step and the gradients of the step before in flight | gradients of this step's pairs
-
-The gradients of a block of keys and values travel with it, in fp32 or wider, and are sent home after the last step.
+In a ring the gradients of keys and values travel with them, in fp32 or wider, and are sent home after the last step.
 Half of a rank's own pairs are computed while the first block comes, the other half while its own gradients come home.
-On one rank there is no other step, and this is attention in chunks, whose memory grows with the length of sequences.
-
-Exchange of positions for heads between context ranks (Jacobs et al. 2023, DeepSpeed-Ulysses, arXiv:2309.14509).
-
-    [B, N, L, D]  of this rank's positions  ->  [B, N / c, S, D]  of all positions, in their order
-
-Tensors to exchange are blocks [c, B, N / c, L, D], one for each rank's heads.
+On one rank this is attention in chunks, whose memory grows with the length of sequences.
 
 Letters: B sequences, L positions of this rank, S positions of all ranks that exchange heads, N query heads,
 G key/value heads, D features of a head.

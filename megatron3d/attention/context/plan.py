@@ -1,16 +1,5 @@
 """Context parallelism as values: the positions of a rank, the pairs that it multiplies, and what each exchange sends.
 
-Positions of a sequence of packed documents, divided among context ranks so that their attention has equal work.
-
-    cut into n k equal chunks  ->  the heaviest chunk first, to the rank with the least work that has fewer than k
-
-A query's work is the keys that it sees, so that chunks late in a long document are heavy and chunks of short documents
-are light.  The first of zigzag and of growing k whose busiest rank is near the mean is taken, else the best one: no
-sequence is divided worse than by zigzag.  Chunks of equal size dealt by a heap are those of MagiAttention (Sand AI
-2025, github.com/SandAI-org/MagiAttention).
-
-Context parallelism: mesh axes that split the positions of every sequence, behind the axes that split sequences.
-
 Causal attention gives later positions more work.  So a sequence is cut into 2 c chunks, and of c ranks rank r holds the
 chunks r and 2 c - 1 - r ("zigzag", as in Llama 3, arXiv:2407.21783, section 3.3.2, and Brandon et al. 2023,
 arXiv:2311.09431):
@@ -18,33 +7,23 @@ arXiv:2311.09431):
     chunk of the sequence     0  1  2  3  4  5  6  7
     context rank              0  1  2  3  3  2  1  0
 
-Packed documents may be divided by their own work instead (`balanced_chunks`).  Everything that depends on
-a position takes it from `TokenOrder`: rotary and learned positions, labels, dropout masks.
+Packed documents may be divided by their own work, the keys that their queries see: n k equal chunks, the heaviest
+first, go to the rank with the least work that has fewer than k (dealt by a heap as in MagiAttention, Sand AI 2025,
+github.com/SandAI-org/MagiAttention).  Of zigzag and growing k the first whose busiest rank is near the mean is taken.
+Everything that depends on a position takes it from `TokenOrder`: rotary and learned positions, labels, dropout masks.
 
-Steps of ring attention: which pairs of rows a rank multiplies when keys and values have moved s ranks further.
+A ring multiplies its own keys and values in step 0, in step s those of rank r - s.  A step in which no rank sees
+anything is left out: keys and values move past it in one transfer, so all ranks need the same steps.
 
-    step 0     own keys and values
-    step s     those of context rank r - s, which moved s ranks forward along the ring
-
-A step in which no rank sees anything, as with windows or documents that are short, is left out: keys and values move
-past it in one transfer.  So all ranks need the same steps, which depend on the documents that they share.
-
-Exchanges between context ranks (`cp_comm_type`): what each sends, in closed form.
-
-    all_gather    keys and values of all ranks, their gradients reduce-scattered (Llama 3, arXiv:2407.21783)
-    p2p           keys and values round a ring, in backward with their gradients (Liu et al. 2023, arXiv:2310.01889)
-    a2a           positions for heads, and back (Jacobs et al. 2023, arXiv:2309.14509)
-    a2a+p2p       a2a over the inner axis, p2p over the outer one (Fang and Zhao 2024, arXiv:2405.07719)
-
-Of c ranks, each has q elements of queries and k elements of keys, as many of values.  In units of elements, each sends
+`cp_comm_type`, of c ranks with q elements of queries and k of keys each, in elements that each sends:
 
                   forward                      backward
-    all_gather    2 k (c - 1)                  2 k (c - 1)
-    p2p           2 k (c - 1)                  4 k (c - 1), one half in fp32 or wider
-    a2a           (2 q + 2 f k) (c - 1) / c    as forward
+    all_gather    2 k (c - 1)                  2 k (c - 1)                               arXiv:2407.21783
+    p2p           2 k (c - 1)                  4 k (c - 1), one half in fp32 or wider    Liu et al., arXiv:2310.01889
+    a2a           (2 q + 2 f k) (c - 1) / c    as forward                                Jacobs et al., arXiv:2309.14509
+    a2a+p2p       a2a over the inner axis, p2p over the outer one                        Fang and Zhao, arXiv:2405.07719
 
 Each key/value head of `a2a` is copied f times, where there are fewer of them than ranks, so that ranks divide them.
-
 All but `p2p` exchange heads in p parts of equal size, each in flight during the attention of the part before: the first
 part of what comes before attention, and the last part of what follows it, remain exposed.  Attention that is recomputed
 keeps its output: `all_gather` repeats its forward, `p2p` sends nothing, `a2a` sends 2 q + 2 f k, the output as well.

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from megatron3d.attention.context.plan import GATHER, ExchangeSizes, TokenOrder, exchange_ring, scores_computed
 from megatron3d.attention.heads_plan import HeadSplit
 from megatron3d.attention.pairs_plan import DROPOUT_PIECE, DROPOUT_ROWS, LONGEST, num_scores
-from megatron3d.experts.spec import Experts
+from megatron3d.experts.plan import Experts
 from megatron3d.linear.overlap_plan import OVERLAP_ALL, TPOverlap
 from megatron3d.model import spec as layer_kinds
 from megatron3d.model.linear_spec import FC1, FC2, LinearSize, linears_of_layer, mtp_linears

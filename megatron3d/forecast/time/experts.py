@@ -13,13 +13,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron3d.experts.plan import (
+    SEQUENCE,
     DispatchSizes,
+    Experts,
     backward_traffic,
     balanced_exchange,
     forward_traffic,
     tokens_traffic,
 )
-from megatron3d.experts.spec import SEQUENCE, Experts
 from megatron3d.forecast.memory.activations import INDEX
 from megatron3d.forecast.memory.local_sizes import LocalSizes
 from megatron3d.forecast.time.breakdown import (

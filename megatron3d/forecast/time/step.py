@@ -149,7 +149,7 @@ def loss_bytes(machine: Machine) -> tuple[float, int]:
     """Return the bytes that the loss and its gradient move per logit, the GEMMs not included, and their kernels.
 
     This framework's, where the profile gives none: on GPUs two fused kernels read the fp32 logits, read them again and
-    write the gradient (`ops/triton_cross_entropy.py`).  Otherwise maximum (1 access), difference and exponential (4),
+    write the gradient (`ops/triton_kernels.py`).  Otherwise maximum (1 access), difference and exponential (4),
     sum (1) and scale (2) of `ops/cross_entropy.py`, and casts of narrower logits and gradients.
     """
     given, size = machine.profile.logit_bytes, machine.device.itemsize

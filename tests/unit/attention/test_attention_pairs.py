@@ -14,6 +14,7 @@ from megatron3d.attention.pairs import (
     PLAIN,
     Merged,
     MergedGrads,
+    PairInputs,
     PairKernel,
     kernel_for,
     merge,
@@ -94,9 +95,9 @@ def test_a_row_that_sees_nothing(kernel: PairKernel) -> None:
     q, k, v, _ = inputs()
     mask = window_mask(Pair((0, S), (0, S), Kind.MASKED, 20), 12, torch.device("cpu"))
     assert not mask[-1].any()
-    out, lse = kernel.forward(q, k, v, False, mask)
+    out, lse = kernel.forward(PairInputs(q, k, v, False, mask))
     assert lse[:, :, -1].eq(-torch.inf).all()
-    other, other_lse = kernel.forward(q, k, v, False, None)
+    other, other_lse = kernel.forward(PairInputs(q, k, v))
     for first, second in (((out, lse), (other, other_lse)), ((other, other_lse), (out, lse))):
         merged, merged_lse = (t.clone() for t in first)
         merge(merged, merged_lse, *second)
@@ -107,8 +108,8 @@ def test_a_row_that_sees_nothing(kernel: PairKernel) -> None:
 def test_scores_whose_exponential_overflows_are_merged() -> None:
     """The log-sum-exp of scores near 1e4 is exact: nothing larger than the weights is exponentiated."""
     q, k, v, _ = inputs()
-    out, lse = CPU.forward(1e4 * q, k, v, False, None)
-    parts = [CPU.forward(1e4 * q, k[:, :, rows], v[:, :, rows], False, None) for rows in (slice(20), slice(20, S))]
+    out, lse = CPU.forward(PairInputs(1e4 * q, k, v))
+    parts = [CPU.forward(PairInputs(1e4 * q, k[:, :, rows], v[:, :, rows])) for rows in (slice(20), slice(20, S))]
     merge(*parts[0], *parts[1])
     assert lse.max() > 1e4 and error(list(parts[0]), [out, lse]) < 1e-9
 
@@ -131,7 +132,7 @@ def test_kernels_of_a_gpu() -> None:
 def test_flash_attention_has_the_shapes_of_plain_matmuls() -> None:
     """On meta tensors: a GPU computes the same numbers in tests/gpu."""
     q, k, v = (torch.empty(B, heads, S, D, dtype=torch.bfloat16, device="meta") for heads in (N, G, G))
-    out, lse = FLASH.forward(q, k, v, True, None)
+    out, lse = FLASH.forward(PairInputs(q, k, v, True))
     assert (out.shape, lse.shape, lse.dtype) == (q.shape, (B, N, S), torch.float32)
-    grads = FLASH.backward(out, q, k, v, (out, lse), True, mask_LT=None)
+    grads = FLASH.backward(PairInputs(q, k, v, True), out, (out, lse))
     assert [each.shape for each in grads] == [q.shape, k.shape, v.shape]

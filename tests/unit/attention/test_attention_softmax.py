@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron3d.attention.attention import AttentionHeads, WeightDropout, attention_with_dropout, masked_attention
 from megatron3d.attention.packed import Visible, packed_attention
-from megatron3d.attention.pairs import Drop, InPieces, PlainKernel, Softmax, add_sink, sink_grad
+from megatron3d.attention.pairs import Drop, InPieces, PairInputs, PlainKernel, Softmax, add_sink, sink_grad
 from megatron3d.attention.pairs_plan import LONGEST
 from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.parallel.mesh import Mesh
@@ -88,10 +88,11 @@ def test_pieces_of_queries(is_causal: bool) -> None:
     q, k, v = (t.detach() for t in leaves(False))
     mask = None if is_causal else dense_mask(None, 6, S, 1)[0, 0]
     whole, pieces = PlainKernel(0.8), InPieces(PlainKernel(0.8), 10)
-    merged = whole.forward(q, k, v, is_causal, mask)
+    pair = PairInputs(q, k, v, is_causal, mask)
+    merged = whole.forward(pair)
     dy = normal(*q.shape, seed=9)
-    expected = (*merged, *whole.backward(dy, q, k, v, merged, is_causal, mask_LT=mask))
-    got = (*pieces.forward(q, k, v, is_causal, mask), *pieces.backward(dy, q, k, v, merged, is_causal, mask_LT=mask))
+    expected = (*merged, *whole.backward(pair, dy, merged))
+    got = (*pieces.forward(pair), *pieces.backward(pair, dy, merged))
     assert max((a - b).abs().max().item() for a, b in zip(got, expected, strict=True)) < 1e-14
 
 
@@ -115,8 +116,9 @@ def test_no_tensor_has_all_scores() -> None:
     with Largest() as seen, torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
         packed_attention(q, k, v, Visible(), Softmax(3.0)).sum().backward()
         with torch.no_grad():
-            merged = kernel.forward(q, k, v, True, None)
-            kernel.backward(merged[0], q, k, v, merged, True, mask_LT=None)
+            pair = PairInputs(q, k, v, True)
+            merged = kernel.forward(pair)
+            kernel.backward(pair, merged[0], merged)
             masked_attention(q, k, v, torch.ones(1, length, length, dtype=torch.bool), Softmax(3.0))
     assert seen.largest <= 8 * LONGEST * length < 4 * length**2
 

@@ -18,7 +18,7 @@ from megatron3d.convert.family_table import MODEL_TYPES
 from megatron3d.convert.fields import METADATA
 from megatron3d.convert.tensor_names import file_tensors, logical_shapes
 from megatron3d.errors import UserError
-from megatron3d.experts.spec import Experts
+from megatron3d.experts.plan import Experts
 from megatron3d.model.spec import FAMILIES, Architecture
 from tests.support.hub_models import (
     DEFAULTS,

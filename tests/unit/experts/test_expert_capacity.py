@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron3d.experts.plan import Experts, capacity_of
 from megatron3d.experts.router import Routes, choices_kept
-from megatron3d.experts.spec import Experts, capacity_of
 from megatron3d.parallel.mesh import Mesh
 from tests.support.turn_ranks import make_comm, run_turns
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from megatron3d.experts.grouped_matmul import GroupedMatmul, grouped_input_grad, grouped_product
+from megatron3d.experts.plan import Experts
 from megatron3d.experts.router import balance_terms, counts_of_sequences, route, top_experts, with_loss, z_terms
 from megatron3d.experts.rows import RowCounts, RowOrder, add_slots, take_tokens
-from megatron3d.experts.spec import Experts
 from megatron3d.linear.main_grad import MainGrads
 from tests.support.main_grad_buffer import Buffer
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron3d.experts.plan import Experts
 from megatron3d.experts.router import balance_terms, counts_of_sequences, route, z_terms
-from megatron3d.experts.spec import Experts
 
 M, E, K, SEQUENCES = 66, 12, 4, 3
 GROUPS = {"num_groups": 4, "group_topk": 2}

@@ -1,7 +1,9 @@
-"""Triton kernels of norms over sharded features, between their collectives.  `ops/norm.py` has the equations.
+"""Triton kernels: the fused cross-entropy and norms over sharded features, a program per token; and dropout masks.
 
-This module needs the triton package; it is imported where the kernels run.
-Letters: M tokens, H this rank's features, R ranks, G groups of tokens, C 2 with a mean (LayerNorm) and 1 without.
+`ops/cross_entropy.py` and `ops/norm.py` have the equations, `ops/dropout.py` the hash.  This module needs the triton
+package; it is imported where the kernels run.
+Letters: M tokens (rows), H this rank's features (columns), R ranks, G groups of tokens, C tokens of a chunk of loss
+or, of a norm, 2 with a mean (LayerNorm) and 1 without; V this rank's vocabulary.
 """
 
 from __future__ import annotations
@@ -11,14 +13,98 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 4096
+BLOCK, MASK_BLOCK = 4096, 1024
 TILE_ROWS, TILE_COLUMNS = 16, 128
 MAX_GROUPS = 128
 OPTIONS = {"num_warps": 8, "enable_fp_fusion": True}
+MASK_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
 
 @triton.jit
-def statistics_kernel(x, statistics, num_tokens, features, row_stride, CENTRED: tl.constexpr, BLOCK: tl.constexpr):
+def vocab_statistics_kernel(logits, columns, statistics, num_tokens, vocab, row_stride, BLOCK: tl.constexpr):
+    """Write maximum, sum of exponentials relative to it, and the label's logit of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    row = logits + token * row_stride
+    top = tl.full((), -float("inf"), tl.float32)
+    total = tl.full((), 0.0, tl.float32)
+    for start in range(0, vocab, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        values = tl.load(row + place, mask=place < vocab, other=-float("inf"))
+        new_top = tl.maximum(top, tl.max(values, 0))
+        finite_top = tl.where(new_top == -float("inf"), 0.0, new_top)  # a shard that only holds padding
+        total = total * tl.exp(top - finite_top) + tl.sum(tl.exp(values - finite_top), 0)
+        top = new_top
+    column = tl.load(columns + token)
+    label = tl.load(row + column, mask=column >= 0, other=0.0)
+    tl.store(statistics + token, top)
+    tl.store(statistics + num_tokens + token, total)
+    tl.store(statistics + 2 * num_tokens + token, label)
+
+
+@triton.jit
+def logits_grad_kernel(logits, columns, factors, grad, num_tokens, vocab, row_stride, grad_stride, BLOCK: tl.constexpr):
+    """Write the gradient of one token, whose memory may be that of its logits.
+
+    The barrier keeps a warp from overwriting logits that another one has yet to read: a narrow gradient of block b lies
+    on logits of block b / 2, and those of block 0 on themselves.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    row, grad_row = logits + token * row_stride, grad + token * grad_stride
+    column = tl.load(columns + token)
+    top = tl.load(factors + token)
+    factor = tl.load(factors + num_tokens + token)
+    label_factor = tl.load(factors + 2 * num_tokens + token)
+    for start in range(0, vocab, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        values = tl.load(row + place, mask=place < vocab, other=-float("inf"))
+        values = tl.exp(values - top) * factor
+        values = tl.where(place == column, values - label_factor, values)
+        tl.debug_barrier()
+        tl.store(grad_row + place, values.to(grad.dtype.element_ty), mask=place < vocab)
+
+
+def write_vocab_statistics(logits_CV: Tensor, column_C: Tensor, statistics_3C: Tensor) -> None:
+    """Write maximum, sum of exponentials and label's logit of every token; its column is -1 in another shard."""
+    num_tokens, vocab = logits_CV.shape
+    if num_tokens:
+        vocab_statistics_kernel[(num_tokens,)](
+            logits_CV, column_C, statistics_3C, num_tokens, vocab, logits_CV.stride(0), BLOCK, **OPTIONS
+        )
+
+
+def write_logits_grad(logits_CV: Tensor, column_C: Tensor, factors_3C: Tensor, grad_CV: Tensor) -> None:
+    """Write the gradient; `factors_3C` holds maximum, factor of the exponentials, and what the label's column loses."""
+    num_tokens, vocab = logits_CV.shape
+    strides = logits_CV.stride(0), grad_CV.stride(0)
+    if num_tokens:
+        logits_grad_kernel[(num_tokens,)](
+            logits_CV, column_C, factors_3C, grad_CV, num_tokens, vocab, *strides, BLOCK, **OPTIONS
+        )
+
+
+@triton.jit
+def mask_kernel(rows, columns, keep, least, num_columns, BLOCK: tl.constexpr):
+    """Write one block of a row of the mask from the hashes of row and columns."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_here = column < num_columns
+    x = tl.load(rows + row) + tl.load(columns + column, mask=is_here, other=0)
+    x = (x ^ (x >> 30)) * -0x40A7B892E31B1A47
+    x = (x ^ (x >> 27)) * -0x6B2FB644ECCEEE15
+    x = (x ^ (x >> 31)) & (0xFFFFFF << 20)
+    tl.store(keep + row * num_columns + column, (x >= least).to(tl.int8), mask=is_here)
+
+
+def write_mask(rows_M: Tensor, columns_H: Tensor, least: int, keep_MH: Tensor) -> None:
+    """Write where the hash of hashed row and column, both int64, is at least `least`."""
+    num_rows, num_columns = keep_MH.shape
+    if keep_MH.numel():
+        grid = num_rows, triton.cdiv(num_columns, MASK_BLOCK)
+        mask_kernel[grid](rows_M, columns_H, keep_MH.view(torch.int8), least, num_columns, MASK_BLOCK, **MASK_OPTIONS)
+
+
+@triton.jit
+def norm_statistics_kernel(x, statistics, num_tokens, features, row_stride, CENTRED: tl.constexpr, BLOCK: tl.constexpr):
     """Write the mean square of one token's features, or their mean and the mean square about it."""
     token = tl.program_id(0).to(tl.int64)
     row = x + token * row_stride
@@ -152,12 +238,12 @@ def _block(features: int) -> int:
     return min(BLOCK, int(triton.next_power_of_2(features)))
 
 
-def write_statistics(x_MH: Tensor, statistics_CM: Tensor) -> None:
+def write_norm_statistics(x_MH: Tensor, statistics_CM: Tensor) -> None:
     """Write each token's mean square, or its mean and the mean square about it."""
     num_tokens, features = x_MH.shape
     if num_tokens:
         centred = len(statistics_CM) - 1
-        statistics_kernel[(num_tokens,)](
+        norm_statistics_kernel[(num_tokens,)](
             x_MH, statistics_CM, num_tokens, features, x_MH.stride(0), centred, _block(features), **OPTIONS
         )
 
