@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from megatron3d.attention.packed import Visible, packed_attention
-from megatron3d.attention.pairs_plan import Kind, pairs_of_sequence
+from megatron3d.attention.plan import Kind, pairs_of_sequence
 from megatron3d.verify.flop_memory_meter import FlopMemoryMeter
 
 HEADS, SIZE = 8, 64

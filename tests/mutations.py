@@ -843,7 +843,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a piece of a window without its first key",
-        "attention/pairs_plan.py",
+        "attention/plan.py",
         "first - window + 1)",
         "first - window + 2)",
         PAIRS,
@@ -1010,7 +1010,7 @@ MUTATIONS = [
             ),
             (
                 "documents that continue on another rank are other documents",
-                "attention/pairs_plan.py",
+                "attention/plan.py",
                 "        number = document + cuts.index(begin)",
                 "        number = document + cuts.index(begin) + 100 * bool(found)",
             ),
@@ -1122,19 +1122,19 @@ MUTATIONS = [
         for bug in (
             (
                 "a document that begins with a chunk belongs to the one before",
-                "attention/pairs_plan.py",
+                "attention/plan.py",
                 "starts[document] <= low",
                 "starts[document] < low",
             ),
             (
                 "queries of a later rank see one key more than the window",
-                "attention/pairs_plan.py",
+                "attention/plan.py",
                 "distance + query.length <= window",
                 "distance + query.length <= window + 1",
             ),
             (
                 "the last key of a window on another rank is not seen",
-                "attention/pairs_plan.py",
+                "attention/plan.py",
                 "distance - key.length + 1 < window",
                 "distance - key.length + 2 < window",
             ),
@@ -1283,7 +1283,7 @@ MUTATIONS = [
     ),
     Mutation(
         "weights gathered before those of their FSDP unit",
-        "linear/weight_prefetch.py",
+        "linear/collectives.py",
         "            unshard()\n            self._in_flight",
         "            self._in_flight",
     ),

@@ -22,10 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron3d.attention.heads_plan import HeadSplit, row_axes
 from megatron3d.attention.packed import Visible, packed_attention, positions_of
 from megatron3d.attention.pairs import PLAIN_SOFTMAX, Drop, InPieces, PairInputs, PlainKernel, Softmax, add_sink, capped
-from megatron3d.attention.pairs_plan import DROPOUT_PIECE, DROPOUT_ROWS
+from megatron3d.attention.plan import DROPOUT_PIECE, DROPOUT_ROWS, HeadSplit, row_axes
 from megatron3d.comm.interface import Comm
 from megatron3d.linear.collectives import W_DIMS, X_DIMS, gather, reduce
 from megatron3d.ops.dropout import dropout, keep_mask
@@ -237,7 +236,7 @@ def piece_with_dropout(q: Tensor, k: Tensor, v: Tensor, queries: Sequence[int], 
 
 
 def whole_features(x_MR: Tensor, plan: MatmulPlan, comm: Comm) -> Tensor:
-    """Return all features of this rank's inner tokens from features in the residual layout, as heads_plan.py says.
+    """Return all features of this rank's inner tokens from features in the residual layout, as plan.py says.
 
     `plan` is the mode's `expand` without axes of size 1.
     """

@@ -25,7 +25,7 @@ from megatron3d.attention.pairs import (
     add_sink,
     sink_grad,
 )
-from megatron3d.attention.pairs_plan import LONGEST, Kind, Pair, Starts, sequence_pairs
+from megatron3d.attention.plan import LONGEST, Kind, Pair, Starts, sequence_pairs
 
 Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 Grads = tuple[Tensor, Tensor, Tensor]

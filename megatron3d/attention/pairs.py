@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from megatron3d.attention.context.plan import Chunks
-from megatron3d.attention.pairs_plan import LONGEST, Kind, Pair, Span
+from megatron3d.attention.plan import LONGEST, Kind, Pair, Span
 from megatron3d.ops.dropout import dropout, keep_mask
 
 VANILLA = "vanilla"

@@ -25,11 +25,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron3d.comm.interface import Comm, Pending, completed
-from megatron3d.linear.collectives import W_DIMS, X_DIMS, Y_DIMS, gather_operand, reduce
+from megatron3d.linear.collectives import W_DIMS, X_DIMS, Y_DIMS, PrefetchedWeight, gather_operand, reduce
 from megatron3d.linear.gemm import NATIVE, Gemm, Operand, put_product, uses_onednn
 from megatron3d.linear.main_grad import MainGrads, WgradQueue
 from megatron3d.linear.overlap_plan import NO_ROUNDS, OVERLAP_ALL, Direction, TPOverlap, async_plan
-from megatron3d.linear.weight_prefetch import PrefetchedWeight
 from megatron3d.parallel.matmul_plan import MatmulPlan, Move, moves
 
 NAMESPACE = "megatron3d"

@@ -31,9 +31,8 @@ from megatron3d.experts.router import (
 )
 from megatron3d.model.linear_spec import SHARED_FC1, SHARED_FC2
 from megatron3d.model.microbatch import Pass
-from megatron3d.model.modules import MLP, Build
+from megatron3d.model.modules import ACTIVATIONS, MLP, Build
 from megatron3d.model.spec import MLP_ACT
-from megatron3d.ops.activations import ACTIVATIONS
 from megatron3d.ops.recompute import recompute_from_input
 from megatron3d.ops.relayout import TokenRelayout
 

@@ -19,11 +19,11 @@ from megatron3d.attention.kv_cache import CacheView, KVCache
 from megatron3d.attention.rotary import RotaryTables, rotary_tables
 from megatron3d.comm.interface import Comm
 from megatron3d.data.packing import PLAIN, Packing, Starts
+from megatron3d.linear.collectives import PrefetchedWeight, prefetch_in_order
 from megatron3d.linear.gemm import NATIVE, Gemm
 from megatron3d.linear.main_grad import MainGrads, WgradQueue
 from megatron3d.linear.matmul import CompiledLinears
 from megatron3d.linear.overlap_plan import OVERLAP_ALL, TPOverlap
-from megatron3d.linear.weight_prefetch import PrefetchedWeight, prefetch_in_order
 from megatron3d.model.ends import Embedding, LossHead, PredictionModule, inputs_ahead, keep_hidden
 from megatron3d.model.layers import Layer
 from megatron3d.model.microbatch import Pass, Target, local_positions

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
-from megatron3d.attention.heads_plan import latent_axes
+from megatron3d.attention.plan import latent_axes
 from megatron3d.model.param_spec import param_specs, shares_embedding
 from megatron3d.model.spec import Architecture, pattern_length
 from megatron3d.model.stage_plan import StageAssignment

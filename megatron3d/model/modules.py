@@ -1,33 +1,36 @@
-"""Modules that layers and the ends of a model consist of: linears, norms, dropout on the residual stream.
+"""Modules that layers and the ends of a model consist of: linears, norms, MLP, dropout on the residual stream.
 
-Letters: M tokens, K input and N output features, H hidden.
+Activations that fuse gate and up projection [M, 2F]:
 
-The MLP of a layer, for every layout.
+    swiglu          silu(gate) up                                       (Shazeer 2020, arXiv:2002.05202)
+    clamped_swiglu  g sigmoid(1.702 g) (1 + u),  g = min(gate, 7),  u = clamp(up, -7, 7)      (gpt-oss, 2025)
 
-Letters: M tokens, H hidden, F inner features.
+`squared_relu` is by So et al. 2021, arXiv:2109.08668.
+Letters: M tokens, K input and N output features, H hidden, F inner features.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron3d.attention.context.plan import CONTEXT_EXCHANGES
 from megatron3d.comm.interface import Comm
+from megatron3d.linear.collectives import PrefetchedWeight
 from megatron3d.linear.gemm import NATIVE, Gemm
 from megatron3d.linear.main_grad import MainGrads, WgradQueue
 from megatron3d.linear.matmul import CompiledLinears, Matmul
 from megatron3d.linear.overlap_plan import OVERLAP_ALL, TPOverlap
-from megatron3d.linear.weight_prefetch import PrefetchedWeight
 from megatron3d.model.linear_spec import FC1, FC2, linear_size
 from megatron3d.model.microbatch import Pass
 from megatron3d.model.router_state import RouterState
 from megatron3d.model.spec import MLP_ACT, NO_RECOMPUTE, Architecture, Recompute
-from megatron3d.ops.activations import ACTIVATIONS
 from megatron3d.ops.dropout import derive_seed, dropout, keep_mask
 from megatron3d.ops.norm import TORCH_NORMS, NormKernels, norm
 from megatron3d.ops.recompute import recompute_from_input
@@ -142,6 +145,32 @@ class HiddenDropout(nn.Module):
         rows = at.token_rows(self.layout[0], x_MH.device)
         columns = torch.arange(*span(self.hidden_size, self.layout[1], self.mesh), device=x_MH.device)
         return dropout(x_MH, keep_mask(derive_seed(*at.key, self.site), rows, columns, self.rate), self.rate)
+
+
+Activation = Callable[[Tensor], Tensor]
+
+
+def _gated(activation: Activation, fused_MF: Tensor) -> Tensor:
+    gate, up = fused_MF.chunk(2, dim=-1)
+    return activation(gate) * up
+
+
+def _clamped_swiglu(fused_MF: Tensor) -> Tensor:
+    gate, up = fused_MF.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return gate * torch.sigmoid(gate * 1.702) * (up + 1)
+
+
+ACTIVATIONS: Mapping[str, Activation] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "squared_relu": lambda x_MF: F.relu(x_MF).square(),
+    "swiglu": partial(_gated, F.silu),
+    "geglu": partial(_gated, F.gelu),
+    "geglu_tanh": partial(_gated, partial(F.gelu, approximate="tanh")),
+    "clamped_swiglu": _clamped_swiglu,
+}
 
 
 class MLP(nn.Module):

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from megatron3d.attention.context.plan import Chunks, RingPlan, ring_plan, zigzag
-from megatron3d.attention.pairs_plan import Kind, Pair
+from megatron3d.attention.plan import Kind, Pair
 from megatron3d.viz.svg import EMPTY, GREY, INK, PAPER, Canvas, Rect
 
 RANKS, POSITIONS = 4, 32

@@ -193,7 +193,7 @@ BUGS = [
         NUMBERS,
     ),
     InFlightBug("no wait for dW", "2d", _no_wait("reduce_scatter", "linear/matmul.py:_wgrad"), NUMBERS),
-    InFlightBug("no wait for W", "2d", _no_wait("all_gather", "linear/weight_prefetch.py:_all_gather"), NUMBERS),
+    InFlightBug("no wait for W", "2d", _no_wait("all_gather", "linear/collectives.py:_all_gather"), NUMBERS),
     InFlightBug("no wait for a norm's squares", "2d", _no_wait("all_reduce", "ops/norm.py"), NUMBERS),
     InFlightBug("no wait for a norm's means", "2d, LayerNorm", _no_wait("all_gather", "ops/norm.py"), NUMBERS),
     InFlightBug("no wait for the loss", "1d", _no_wait("all_reduce", "ops/cross_entropy.py"), NUMBERS),

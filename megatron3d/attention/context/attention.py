@@ -66,7 +66,7 @@ from megatron3d.attention.pairs import (
     capped_kernel,
     sink_grad,
 )
-from megatron3d.attention.pairs_plan import DROPOUT_PIECE, DROPOUT_ROWS
+from megatron3d.attention.plan import DROPOUT_PIECE, DROPOUT_ROWS
 from megatron3d.comm.interface import Comm
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron3d.attention.context.plan import Chunks, TokenOrder
-from megatron3d.attention.pairs_plan import Span
+from megatron3d.attention.plan import Span
 
 
 def cut_positions(x: Tensor, chunks: Sequence[Span], dim: int) -> Tensor:

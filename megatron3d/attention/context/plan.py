@@ -40,7 +40,7 @@ from functools import lru_cache
 from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple
 
-from megatron3d.attention.pairs_plan import Pair, Span, num_pair_scores, own_pairs, pairs, pieces, segments
+from megatron3d.attention.plan import Pair, Span, num_pair_scores, own_pairs, pairs, pieces, segments
 from megatron3d.parallel.layout import span
 from megatron3d.parallel.matmul_plan import MatmulPlan, Traffic
 from megatron3d.parallel.mesh import Axes, Mesh

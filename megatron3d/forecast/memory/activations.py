@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from megatron3d.attention.context.plan import BOTH, GATHER, HEADS, RING, head_axes, key_copies
-from megatron3d.attention.pairs_plan import DROPOUT_ROWS
+from megatron3d.attention.plan import DROPOUT_ROWS
 from megatron3d.experts.plan import SEQUENCE, Experts, capacity_of
 from megatron3d.forecast.memory.local_sizes import KeptTensor, LocalMatmul, LocalSizes, activation_tensors
 from megatron3d.model.linear_spec import DOWN, FC1, KV_UP, MTP_LINEARS, PROJ, Q_UP, QKV, SHARED_FC1, SHARED_FC2

@@ -10,8 +10,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from megatron3d.attention.context.plan import GATHER, ExchangeSizes, TokenOrder, exchange_ring, scores_computed
-from megatron3d.attention.heads_plan import HeadSplit
-from megatron3d.attention.pairs_plan import DROPOUT_PIECE, DROPOUT_ROWS, LONGEST, num_scores
+from megatron3d.attention.plan import DROPOUT_PIECE, DROPOUT_ROWS, LONGEST, HeadSplit, num_scores
 from megatron3d.experts.plan import Experts
 from megatron3d.linear.overlap_plan import OVERLAP_ALL, TPOverlap
 from megatron3d.model import spec as layer_kinds

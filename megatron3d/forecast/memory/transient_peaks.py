@@ -33,7 +33,7 @@ from megatron3d.attention.context.plan import (
     head_axes,
     key_copies,
 )
-from megatron3d.attention.pairs_plan import DROPOUT_PIECE, DROPOUT_ROWS, LONGEST, Kind, Pair
+from megatron3d.attention.plan import DROPOUT_PIECE, DROPOUT_ROWS, LONGEST, Kind, Pair
 from megatron3d.forecast.memory.activations import BACKWARD as EXPERTS_BACKWARD
 from megatron3d.forecast.memory.activations import (
     COMBINE,

@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megatron3d.attention.context.plan import exchange_traffic
-from megatron3d.attention.heads_plan import latent_traffic
+from megatron3d.attention.plan import latent_traffic
 from megatron3d.forecast.memory.local_sizes import LocalMatmul, LocalSizes
 from megatron3d.forecast.time.breakdown import (
     ATTENTION,

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from megatron3d.attention.context.plan import exchange_traffic
-from megatron3d.attention.heads_plan import latent_traffic
+from megatron3d.attention.plan import latent_traffic
 from megatron3d.forecast.memory.activations import num_ahead
 from megatron3d.forecast.memory.local_sizes import LocalMatmul, LocalSizes
 from megatron3d.forecast.memory.rank import flat_buffer_sizes

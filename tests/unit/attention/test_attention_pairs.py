@@ -20,7 +20,7 @@ from megatron3d.attention.pairs import (
     merge,
     window_mask,
 )
-from megatron3d.attention.pairs_plan import Kind, Pair
+from megatron3d.attention.plan import Kind, Pair
 
 B, N, G, S, D = 3, 4, 2, 48, 8
 CASES = {

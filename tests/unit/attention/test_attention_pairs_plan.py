@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron3d.attention.context.plan import Chunks, ring_plan
-from megatron3d.attention.pairs_plan import Kind, Pair, own_pairs, pairs, segments
+from megatron3d.attention.plan import Kind, Pair, own_pairs, pairs, segments
 
 LENGTH = 24
 Seen = list[tuple[int, int]]

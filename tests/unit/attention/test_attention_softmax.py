@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron3d.attention.attention import AttentionHeads, WeightDropout, attention_with_dropout, masked_attention
 from megatron3d.attention.packed import Visible, packed_attention
 from megatron3d.attention.pairs import Drop, InPieces, PairInputs, PlainKernel, Softmax, add_sink, sink_grad
-from megatron3d.attention.pairs_plan import LONGEST
+from megatron3d.attention.plan import LONGEST
 from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.parallel.mesh import Mesh
 from tests.support.shards import normal

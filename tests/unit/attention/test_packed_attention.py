@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from megatron3d.attention import packed as module
 from megatron3d.attention.packed import ByPairs, VariableLength, Visible, packed_attention
 from megatron3d.attention.pairs import CPU, PLAIN
-from megatron3d.attention.pairs_plan import pairs_of_sequence
+from megatron3d.attention.plan import pairs_of_sequence
 from tests.support.shards import error, normal
 
 NUM_HEADS, SIZE = 4, 8
@@ -66,7 +66,7 @@ def test_pairs_equal_a_dense_mask(
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         for name, size in (("SHORTEST", 4), ("LONGEST", 7)):
-            patch.setattr(f"megatron3d.attention.pairs_plan.{name}", size)
+            patch.setattr(f"megatron3d.attention.plan.{name}", size)
         pairs_of_sequence.cache_clear()
         visible = Visible(starts and tuple(tuple(sorted(row)) for row in starts), window)
         inputs = projections(3, 40, num_groups)

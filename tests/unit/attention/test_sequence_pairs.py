@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron3d.attention.pairs_plan import (
+from megatron3d.attention.plan import (
     LONGEST,
     SHORTEST,
     Kind,

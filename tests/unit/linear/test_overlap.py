@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron3d.linear.collectives import PrefetchedWeight, prefetch_in_order
 from megatron3d.linear.gemm import Operand
 from megatron3d.linear.main_grad import MainGrads, WgradQueue
 from megatron3d.linear.matmul import Matmul
 from megatron3d.linear.overlap_plan import TPOverlap
-from megatron3d.linear.weight_prefetch import PrefetchedWeight, prefetch_in_order
 from megatron3d.ops.recompute import recomputed
 from tests.support.shards import plan_comm, pretended_world
 from tests.unit.linear.test_matmul import CUBE, MESH, Diary

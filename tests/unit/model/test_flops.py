@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron3d.attention.pairs_plan import num_scores
+from megatron3d.attention.plan import num_scores
 from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.config.model_defaults import resolve_architecture
 from megatron3d.config.schema import ModelConfig

@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-from megatron3d.ops.activations import ACTIVATIONS
+from megatron3d.model.modules import ACTIVATIONS
 from tests.support.peers import LLAMA_NAMES, compare, widened
 
 SIZES = {
