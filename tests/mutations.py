@@ -765,7 +765,7 @@ MUTATIONS = [
     Mutation(
         "sinks of the first heads on all ranks that exchange heads",
         "attention/context/exchanges.py",
-        "first = self._moved.rank * self._num_heads if self._moved else 0",
+        "first = self._moved.rank * self._num_heads",
         "first = 0",
         ("tests/integration/test_context_exchanges.py",),
     ),
@@ -1029,13 +1029,13 @@ MUTATIONS = [
             (
                 "gradients of the steps before are not added",
                 "attention/context/exchanges.py",
-                "            dkv += before.wait()\n",
-                "            before.wait()\n",
+                "                dkv += before.wait()\n",
+                "                before.wait()\n",
             ),
             (
                 "half of a rank's own pairs has no gradient",
                 "attention/context/exchanges.py",
-                "grads.add(kv, own, plan.own_parts[1], of_step(0))",
+                "grads.add(kv, own, plan.own_parts[1], self._kernels(part, 0))",
                 "grads.add(kv, own, ())",
             ),
             (
@@ -1065,7 +1065,7 @@ MUTATIONS = [
             (
                 "dropout of every part of the heads as of the first",
                 "attention/context/exchanges.py",
-                "dropped.of(self._heads(part), behind)",
+                "dropped.of(self.heads(part), behind)",
                 "dropped.of((0, part.queries[1] - part.queries[0]), behind)",
             ),
             (

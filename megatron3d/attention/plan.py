@@ -349,12 +349,18 @@ def sequence_pairs(
     if starts is None:
         return (SequencePairs((0, num_sequences), (), pairs_of_sequence(seq_length, (), window, longest)),)
     assert len(starts) == num_sequences, f"documents of {len(starts)} sequences, not of {num_sequences}"
-    found, row = [], 0
+    return tuple(
+        SequencePairs(rows, same, pairs_of_sequence(seq_length, same, window, longest))
+        for rows, same in equal_documents(starts)
+    )
+
+
+def equal_documents(starts: Sequence[Starts]) -> Iterator[tuple[Span, Starts]]:
+    """Yield the ranges of sequences whose documents begin at the same positions, with these positions."""
+    row = 0
     for same, rows in groupby(starts):
-        last = row + len(list(rows))
-        found.append(SequencePairs((row, last), same, pairs_of_sequence(seq_length, same, window, longest)))
-        row = last
-    return tuple(found)
+        first, row = row, row + len(list(rows))
+        yield (first, row), same
 
 
 def num_scores(seq_length: int, window: int | None, longest: int | None = None, starts: Starts = ()) -> int:

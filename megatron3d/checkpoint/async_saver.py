@@ -36,7 +36,7 @@ from megatron3d.checkpoint.store import save
 from megatron3d.comm.interface import ObjectCollectives
 from megatron3d.config.validate.files import NON_PERSISTENT
 from megatron3d.errors import UserError
-from megatron3d.ops.recompute import Completed, SideStream, SideWork, host_memory, side_stream
+from megatron3d.ops.recompute import SideStream, SideWork, host_memory, side_stream
 
 # Returns the pieces that a rank writes, after passing each of their tensors through a function (such as a copy).
 PieceSource = Callable[[Callable[[Tensor], Tensor]], Iterable[Piece]]
@@ -54,7 +54,7 @@ class Snapshot:
     def __init__(self, device: torch.device, stream: SideStream | None = None) -> None:
         self._device, self._stream = device, stream or side_stream(device)
         self._making: Future[Buffers] | None = None
-        self._copying: SideWork = Completed()
+        self._copying = SideWork()
 
     def allocate(self, source: PieceSource) -> None:
         """Start to make the memory for what `source` yields, in a thread, since page-locking takes seconds."""

@@ -21,7 +21,7 @@ import re
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,24 +31,14 @@ CPU_INFO = Path("/proc/cpuinfo")
 ZEN_5 = 26  # AMD's family number; 23 and 25 are Zen 1 to 4
 
 
-def _never(a_MK: Tensor) -> bool:
-    return False
-
-
-def _always(a_MK: Tensor) -> bool:
-    return True
-
-
-def _is_row_major(a_MK: Tensor) -> bool:
-    return a_MK.is_contiguous()
-
-
 def onednn_rule(cpu_info: str) -> tuple[str, Callable[[Tensor], bool]]:
     """Return which fp32 GEMMs oneDNN computes on the CPU of a `/proc/cpuinfo`: in words, and by the first operand."""
     vendor, family = (re.search(rf"^{key}\s*: (\S+)$", cpu_info, re.M) for key in ("vendor_id", "cpu family"))
     if not vendor or vendor[1] != "AuthenticAMD" or not family:
-        return "none", _never
-    return ("all", _always) if int(family[1]) >= ZEN_5 else ("Y and dX, not dW", _is_row_major)
+        return "none", lambda a_MK: False
+    if int(family[1]) >= ZEN_5:
+        return "all", lambda a_MK: True
+    return "Y and dX, not dW", lambda a_MK: a_MK.is_contiguous()
 
 
 @cache
@@ -79,18 +69,6 @@ def _takes_onednn(a_MK: Tensor) -> bool:
 def product(a_MK: Tensor, b_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
     """Return a b^T + bias [M, N], contiguous; without autograd, since oneDNN's operator has no gradient."""
     return _strided(a_MK, b_NK, bias_N).contiguous()
-
-
-def product_in(dtype: torch.dtype, a_MK: Tensor, b_NK: Tensor) -> Tensor:
-    """Return a b^T [M, N] in `dtype`, without rounding to the operands' dtype first where one kernel does so."""
-    if a_MK.is_cuda and dtype == torch.float32 and a_MK.dtype in (torch.bfloat16, torch.float16):
-        return torch.mm(a_MK, b_NK.T, out_dtype=dtype)
-    return product(a_MK, b_NK).to(dtype)
-
-
-def product_of_rows(a_MK: Tensor, b_KN: Tensor) -> Tensor:
-    """Return a b [M, N]: the bits of `product(a, b^T)`, without its views of b."""
-    return product(a_MK, b_KN.T) if _takes_onednn(a_MK) else torch.mm(a_MK, b_KN)
 
 
 def _strided(a_MK: Tensor, b_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
@@ -144,86 +122,60 @@ class Operand(NamedTuple):
 Kept = tuple[Tensor | None, ...]
 
 
-class Gemm(Protocol):
-    """How a linear multiplies: X [M, K], W [N, K] and dY [M, N] as operands, results as tensors."""
+class Gemm:
+    """How a linear multiplies: X [M, K], W [N, K] and dY [M, N] as operands, results as tensors.
+
+    This recipe multiplies tensors as they are, in their own dtype; others override its methods.
+    """
 
     def x(self, x_MK: Tensor) -> Operand:
         """Return X, or a shard of it, as it is gathered, multiplied and kept."""
-        ...
-
-    def w(self, w_NK: Tensor) -> Operand:
-        """Return W, or a shard of it, as it is gathered, multiplied and kept."""
-        ...
-
-    def dy(self, dy_MN: Tensor) -> Operand:
-        """Return dY, or a shard of it, as it is gathered and multiplied."""
-        ...
-
-    def keep(self, x: Operand, w: Operand) -> Kept:
-        """Return what forward keeps of the shards for backward."""
-        ...
-
-    def kept(self, saved: Kept) -> tuple[Operand, Operand]:
-        """Return the shards of X and W for backward, from what `keep` returned."""
-        ...
-
-    def y(self, x: Operand, w: Operand, bias_N: Tensor | None = None, into_MN: Tensor | None = None) -> Tensor:
-        """Return Y = X W^T + bias [M, N], written into `into_MN` where that is given, without a bias."""
-        ...
-
-    def dx(self, dy: Operand, w: Operand, into_MK: Tensor | None = None) -> Tensor:
-        """Return dX = dY W [M, K], written into `into_MK` where that is given."""
-        ...
-
-    def dw(self, dy: Operand, x: Operand, dtype: torch.dtype) -> Tensor:
-        """Return dW = dY^T X [N, K] in `dtype`."""
-        ...
-
-    def dw_into(self, main_grad_NK: Tensor, dy: Operand, x: Operand, holds_gradient: bool) -> None:
-        """Add dW = dY^T X to main_grad, or write it there where main_grad holds no gradient of this step."""
-        ...
-
-
-class NativeGemm:
-    """GEMM of tensors as they are, in their own dtype."""
-
-    def x(self, x_MK: Tensor) -> Operand:
         return Operand(x_MK)
 
     def w(self, w_NK: Tensor) -> Operand:
+        """Return W, or a shard of it, as it is gathered, multiplied and kept."""
         return Operand(w_NK)
 
     def dy(self, dy_MN: Tensor) -> Operand:
+        """Return dY, or a shard of it, as it is gathered and multiplied."""
         return Operand(dy_MN)
 
     def keep(self, x: Operand, w: Operand) -> Kept:
+        """Return what forward keeps of the shards for backward."""
         return x.data, w.data
 
     def kept(self, saved: Kept) -> tuple[Operand, Operand]:
+        """Return the shards of X and W for backward, from what `keep` returned."""
         x_MK, w_NK = saved
         assert x_MK is not None and w_NK is not None, "both shards are kept"
         return Operand(x_MK), Operand(w_NK)
 
     def y(self, x: Operand, w: Operand, bias_N: Tensor | None = None, into_MN: Tensor | None = None) -> Tensor:
+        """Return Y = X W^T + bias [M, N], written into `into_MN` where that is given, without a bias."""
         if into_MN is None:
             return product(x.data, w.data, bias_N)
         put_product(into_MN, x.data, w.data)
         return into_MN
 
     def dx(self, dy: Operand, w: Operand, into_MK: Tensor | None = None) -> Tensor:
-        if into_MK is None:
-            return product_of_rows(dy.data, w.data)
-        put_product(into_MK, dy.data, w.data.T)
-        return into_MK
+        """Return dX = dY W [M, K], written into `into_MK` where that is given."""
+        if into_MK is not None:
+            put_product(into_MK, dy.data, w.data.T)
+            return into_MK
+        return product(dy.data, w.data.T) if _takes_onednn(dy.data) else torch.mm(dy.data, w.data)
 
     def dw(self, dy: Operand, x: Operand, dtype: torch.dtype) -> Tensor:
-        return product_in(dtype, dy.data.T, x.data.T)
+        """Return dW = dY^T X [N, K] in `dtype`, without rounding to the operands' dtype where one kernel does so."""
+        if dy.data.is_cuda and dtype == torch.float32 and dy.data.dtype in (torch.bfloat16, torch.float16):
+            return torch.mm(dy.data.T, x.data, out_dtype=dtype)
+        return product(dy.data.T, x.data.T).to(dtype)
 
     def dw_into(self, main_grad_NK: Tensor, dy: Operand, x: Operand, holds_gradient: bool) -> None:
+        """Add dW = dY^T X to main_grad, or write it there where main_grad holds no gradient of this step."""
         (add_product if holds_gradient else put_product)(main_grad_NK, dy.data.T, x.data.T)
 
 
-class ReferenceGemm(NativeGemm):
+class ReferenceGemm(Gemm):
     """GEMM in float64 whose results are rounded once, to hold the other recipes against."""
 
     def y(self, x: Operand, w: Operand, bias_N: Tensor | None = None, into_MN: Tensor | None = None) -> Tensor:
@@ -243,5 +195,5 @@ class ReferenceGemm(NativeGemm):
         main_grad_NK.copy_(main_grad_NK.double() + dw_NK if holds_gradient else dw_NK)
 
 
-NATIVE = NativeGemm()
+NATIVE = Gemm()
 GEMMS: Mapping[str, Gemm] = {"native": NATIVE, "reference": ReferenceGemm()}

@@ -224,10 +224,7 @@ class GPT(nn.Module):
             tokens_BL=local_positions(tokens_BS, self.order, None),
             seq_length=seq_length,
             order=self.order,
-            target=None,
             num_sequences=num_sequences,
-            first_sequence=0,
-            key=None,
             rotary=self._local_rotary(seq_length),
         )
 
@@ -251,10 +248,7 @@ class GPT(nn.Module):
             tokens_BL=tokens_BL,
             seq_length=width,
             order=self.order,
-            target=None,
             num_sequences=num_sequences,
-            first_sequence=0,
-            key=None,
             rotary=rotary,
             cached=cached,
         )

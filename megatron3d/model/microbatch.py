@@ -59,12 +59,12 @@ class Pass:
         tokens_BL: tokens that this rank reads: its positions of its sequences.
         seq_length: positions of a whole sequence.
         order: says which tokens those are.
-        target: labels of the loss; None: the pass returns logits.
         num_sequences: sequences of the whole microbatch, over all ranks among which it is sharded.
-        first_sequence: index of the first sequence in the global batch.
-        key: (seed, iteration) of dropout; None in evaluation.
         rotary: tables of each rotary embedding of the model for this rank's positions, in the order of
             `model.spec.rotaries`.
+        target: labels of the loss; None: the pass returns logits.
+        first_sequence: index of the first sequence in the global batch.
+        key: (seed, iteration) of dropout; None in evaluation.
         cached: KV cache of the preceding tokens; None where sequences start here.
         documents: document boundaries in this rank's whole sequences; None: one document per sequence.
         ahead: inputs of the modules of multi-token prediction, which only passes with a target have.
@@ -75,11 +75,11 @@ class Pass:
     tokens_BL: Tensor
     seq_length: int
     order: TokenOrder
-    target: Target | None
     num_sequences: int
-    first_sequence: int
-    key: tuple[int, int] | None
     rotary: tuple[RotaryTables, ...]
+    target: Target | None = None
+    first_sequence: int = 0
+    key: tuple[int, int] | None = None
     cached: CacheView | None = None
     documents: Documents | None = None
     ahead: tuple[Ahead, ...] = ()

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -77,45 +77,26 @@ NUM_TOUCHING_THREADS = 4
 _REGISTER_FOR_ALL_CONTEXTS = 1
 
 
-class SideWork(Protocol):
-    """Work on a side stream."""
+class SideWork:
+    """Work on a side stream; this is work that is complete."""
 
     def hold_compute(self) -> None:
         """Let everything that is computed from now on wait for this work; the host does not wait."""
-        ...
 
     def wait(self) -> None:
         """Wait on the host until this work is complete."""
-        ...
 
 
-class SideStream(Protocol):
-    """Order of work next to the compute stream; pieces of work run one after another."""
+class SideStream:
+    """Order of work next to the compute stream, one piece after another; on a CPU work runs at once."""
 
     def run(self, work: Callable[[], None]) -> SideWork:
         """Start `work`, which only enqueues operations, after everything that is computed so far."""
-        ...
-
-
-class Completed:
-    """Work that is complete."""
-
-    def hold_compute(self) -> None:
-        """Return at once."""
-
-    def wait(self) -> None:
-        """Return at once."""
-
-
-class HostStream:
-    """Runs work at once: the side stream of a CPU."""
-
-    def run(self, work: Callable[[], None]) -> SideWork:
         work()
-        return Completed()
+        return SideWork()
 
 
-class DeviceStream:
+class DeviceStream(SideStream):
     """Side stream of an accelerator."""
 
     def __init__(self, device: torch.device) -> None:
@@ -128,7 +109,7 @@ class DeviceStream:
         return _DeviceWork(self._device, self._stream.record_event())
 
 
-class _DeviceWork:
+class _DeviceWork(SideWork):
     def __init__(self, device: torch.device, end: torch.Event) -> None:
         self._device, self._end = device, end
 
@@ -141,7 +122,7 @@ class _DeviceWork:
 
 def side_stream(device: torch.device) -> SideStream:
     """Return a new side stream of a device."""
-    return HostStream() if device.type == "cpu" else DeviceStream(device)
+    return SideStream() if device.type == "cpu" else DeviceStream(device)
 
 
 def host_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,8 +1,9 @@
-"""Change the layout of an activation: gather the axes that the new layout lacks, keep the shard of those that it adds.
+"""Changes of an activation's layout.
 
-Both layouts describe the same tensor, which ranks along other axes hold as copies.  So backward is the change back.
+`relayout` gathers the axes that the new layout lacks and keeps the shard of those that it adds.  Both layouts describe
+the same tensor, which ranks along other axes hold as copies.  So backward is the change back.
 
-Relayout of the residual stream to whole rows: every rank gets tokens of its own, with all their features.
+`TokenRelayout` turns the residual stream into whole rows: every rank gets tokens of its own, with all their features.
 
     [tokens / t, hidden / f], c copies   ->   [tokens / (t f c), hidden]
 
@@ -12,6 +13,7 @@ takes its own; the way back is the inverse.  Where neither exists nothing is mov
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +23,8 @@ from megatron3d.comm.interface import Comm
 from megatron3d.ops.plan import dim_changes
 from megatron3d.parallel.layout import Layout, span
 from megatron3d.parallel.mesh import Axes
+
+Move = Callable[[Tensor], Tensor]
 
 
 def relayout(x_MF: Tensor, source: Layout, target: Layout, comm: Comm) -> Tensor:
@@ -63,17 +67,17 @@ class TokenRelayout:
 
     def to_rows(self, x_MH: Tensor) -> Tensor:
         """Return this rank's own rows, with all features."""
-        if not self.features and not self.copies:
-            return x_MH
-        rows_MH: Tensor = _ToRows.apply(x_MH, self)
-        return rows_MH
+        return self._moved(x_MH, self.spread, self.collect)
 
     def from_rows(self, rows_MH: Tensor) -> Tensor:
         """Return the shard of the residual stream, given this rank's own rows."""
+        return self._moved(rows_MH, self.collect, self.spread)
+
+    def _moved(self, x_MH: Tensor, there: Move, back: Move) -> Tensor:
         if not self.features and not self.copies:
-            return rows_MH
-        x_MH: Tensor = _FromRows.apply(rows_MH, self)
-        return x_MH
+            return x_MH
+        y_MH: Tensor = _MovedRows.apply(x_MH, there, back)
+        return y_MH
 
     def spread(self, x_MH: Tensor) -> Tensor:
         """Exchange features for tokens, and take this rank's rows of the copies."""
@@ -86,6 +90,7 @@ class TokenRelayout:
 
     def collect(self, rows_MH: Tensor) -> Tensor:
         """Undo `spread`."""
+        rows_MH = rows_MH.contiguous()
         if self.copies:
             rows_MH = self.comm.all_gather(rows_MH, self.copies, 0).wait()
         if self.features:
@@ -94,23 +99,12 @@ class TokenRelayout:
         return rows_MH
 
 
-class _ToRows(torch.autograd.Function):
+class _MovedRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_MH: Tensor, relayout: TokenRelayout) -> Tensor:
-        ctx.relayout = relayout
-        return relayout.spread(x_MH)
+    def forward(ctx: Any, x_MH: Tensor, there: Move, back: Move) -> Tensor:
+        ctx.back = back
+        return there(x_MH)
 
     @staticmethod
-    def backward(ctx: Any, dy_MH: Tensor) -> tuple[Tensor, None]:
-        return ctx.relayout.collect(dy_MH.contiguous()), None
-
-
-class _FromRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows_MH: Tensor, relayout: TokenRelayout) -> Tensor:
-        ctx.relayout = relayout
-        return relayout.collect(rows_MH.contiguous())
-
-    @staticmethod
-    def backward(ctx: Any, dy_MH: Tensor) -> tuple[Tensor, None]:
-        return ctx.relayout.spread(dy_MH.contiguous()), None
+    def backward(ctx: Any, dy_MH: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(dy_MH), None, None

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from threading import Event
 
-from megatron3d.ops.recompute import SideWork
+from megatron3d.ops.recompute import SideStream, SideWork
 
 
-class LateStream:
+class LateStream(SideStream):
     """Runs work, in order, only when the compute stream waits for it: a missing wait reads or leaves wrong values.
 
     A thread that waits on the host waits until then, or for `patience_s`, after which the work runs as well.
@@ -23,7 +23,7 @@ class LateStream:
         return self.queue[-1]
 
 
-class _Late:
+class _Late(SideWork):
     def __init__(self, stream: LateStream, work: Callable[[], None]) -> None:
         self._stream, self._work, self._done = stream, work, Event()
 

@@ -33,6 +33,7 @@ from megatron3d.attention.context.exchanges import (
     HeadExchange,
     Operands,
     Result,
+    Ring,
     RingAndHeads,
     gather_positions,
 )
@@ -257,7 +258,6 @@ def _ring_and_heads(exchange: str, at: ContextAttention, num_sequences: int) -> 
     ring, heads = ring_axes(exchange, context), head_axes(exchange, context)
     plan = exchange_ring(exchange, at.order, at.seq_length, starts, at.visible.window)
     place, num_inner = comm.mesh.index(ring), comm.mesh.size(heads)
-    moved = HeadExchange(at.positions(place * num_inner, num_inner), heads, comm) if heads else None
     num_groups = len(at.heads.group_of_query)
     if at.heads.are_even:
         num_groups = at.heads.group_span[1] - at.heads.group_span[0]
@@ -275,7 +275,11 @@ def _ring_and_heads(exchange: str, at: ContextAttention, num_sequences: int) -> 
             place=place,
         )
         plan = plan if at.seq_length <= DROPOUT_ROWS else plan.in_pieces(DROPOUT_PIECE)
-    return RingAndHeads(len(at.heads.group_of_query), num_groups, moved, plan, ring, comm, dropped=dropped)
+    num_heads = len(at.heads.group_of_query)
+    if not heads:
+        return Ring(num_heads, num_groups, plan, ring, comm, dropped=dropped)
+    moved = HeadExchange(at.positions(place * num_inner, num_inner), heads, comm)
+    return RingAndHeads(num_heads, num_groups, moved, plan, ring, comm, dropped=dropped)
 
 
 EXCHANGES: Mapping[str, Callable[[str, ContextAttention, int], Exchange]] = {

@@ -16,8 +16,9 @@ G key/value heads, D features of a head.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,76 +26,85 @@ from torch import Tensor
 from megatron3d.attention.context.order import PositionOrder, add_positions, cut_positions
 from megatron3d.attention.context.plan import GatheredPairs, HeadPart, RingPlan, head_parts, key_copies, num_parts
 from megatron3d.attention.pairs import DroppedPairs, KernelOf, Merged, MergedGrads, PairKernel
+from megatron3d.attention.plan import Span
 from megatron3d.comm.interface import Comm, Pending, completed
 from megatron3d.parallel.mesh import Axes
 
-OfStep = Callable[[int], KernelOf | None]
+Result = tuple[Tensor, Tensor]
+Grads = tuple[Tensor, Tensor, Tensor]
 
 
-def ring_attention(
-    q_BNLD: Tensor,
-    kv: Tensor,
-    plan: RingPlan,
-    axes: Axes,
-    comm: Comm,
-    *,
-    kernel: PairKernel | None,
-    of_step: OfStep = lambda behind: None,
-) -> tuple[Tensor, Tensor]:
-    """Return attention [B, N, L, D] of this rank's positions to those that all ranks over `axes` hold, and its
-    log-sum-exp, given keys and values [2, B, G, L, D].
+class Operands(NamedTuple):
+    """Queries [B, n, L, D] of a part, and the keys and values [2, B, g, T, D] that a rank attends them to first."""
 
-    Args:
-        kernel: kernel of all pairs; None: the one of each kind on this device.
-        of_step: returns the kernels of the pairs with keys of the rank that many places back; None: `kernel`.
+    q: Tensor
+    kv: Tensor
+
+
+class Exchange(ABC):
+    """Exchange of queries, keys and values in parts of heads; outputs stay where they are computed, unless overridden.
+
+    Methods that start a transfer return a function that waits for its result.
+
+    Attributes:
+        parts: parts of the heads that this rank computes.
     """
-    merged, blocks = Merged(q_BNLD, plan.window, kernel), _Blocks(kv, plan, axes, comm)
-    merged.add(kv, plan.own, of_step(0))
-    for step in plan.steps:
-        merged.add(blocks.next(), step.pairs, of_step(step.behind))
-    return merged.result()
+
+    parts: Sequence[HeadPart]
+
+    @abstractmethod
+    def bring(
+        self, part: HeadPart, q_BNLD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, result: Result | None
+    ) -> Callable[[], tuple[Operands, Result | None]]:
+        """Start to bring a part's operands; with the result of this rank's positions, the part's output and lse."""
+
+    @abstractmethod
+    def attend(self, part: HeadPart, operands: Operands, kernel: PairKernel | None) -> Result:
+        """Return the output of a part, in fp32 or wider, and its log-sum-exp."""
+
+    def heads(self, part: HeadPart) -> Span:
+        """Return the query heads of a part among those of this rank's positions."""
+        return part.queries
+
+    def sinks(self, part: HeadPart, sink_N: Tensor | None) -> Tensor | None:
+        """Return the sinks of a part, a view of those of all heads of this rank's positions."""
+        return None if sink_N is None else sink_N[slice(*self.heads(part))]
+
+    def send_output(self, y: Tensor) -> Callable[[], Tensor]:
+        """Start to send the output of a part to the ranks of its positions."""
+        return lambda: y
+
+    def join_output(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return [B, N, L, D] of all parts, the heads of a position next to one another."""
+        return by_position(parts)
+
+    def kept_output(self, part: HeadPart, y: Tensor, y_BNLD: Tensor) -> Tensor:
+        """Return a part's output for backward, given itself and that of all parts: of the latter, if it has it."""
+        return y_BNLD[:, slice(*part.queries)]
+
+    def bring_grad(self, part: HeadPart, dy_BNLD: Tensor) -> Callable[[], Tensor]:
+        """Start to bring the gradient of a part's output."""
+        return lambda: dy_BNLD[:, slice(*part.queries)]
+
+    @abstractmethod
+    def attend_backward(
+        self, part: HeadPart, operands: Operands, result: Result, dy: Tensor, kernel: PairKernel | None
+    ) -> Result:
+        """Return the gradients of a part's operands, in fp32 or wider."""
+
+    @abstractmethod
+    def send_grads(self, part: HeadPart, grads: Operands) -> Callable[[], Grads]:
+        """Start to send the gradients of a part's operands home."""
+
+    def join_grads(self, parts: Sequence[Grads]) -> Grads:
+        """Return the gradients of queries [B, N, L, D], keys and values [B, L, G, D]."""
+        dq, dk, dv = (by_position([part[place] for part in parts]) for place in range(3))
+        return dq, dk.transpose(1, 2), dv.transpose(1, 2)
 
 
-def ring_gradients(
-    dy: Tensor,
-    operands: tuple[Tensor, Tensor],
-    merged: tuple[Tensor, Tensor],
-    plan: RingPlan,
-    axes: Axes,
-    comm: Comm,
-    *,
-    kernel: PairKernel | None,
-    of_step: OfStep = lambda behind: None,
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of queries, and of keys and values, in fp32 or wider, given the final output and lse."""
-    q, kv = operands
-    grads, blocks = MergedGrads(dy, q, merged, plan.window, kernel), _Blocks(kv, plan, axes, comm)
-    own = torch.zeros_like(kv, dtype=grads.dq.dtype)
-    grads.add(kv, own, plan.own_parts[0], of_step(0))
-    travelling = _travel_home(grads, blocks, plan, axes, comm, of_step) if plan.steps else None
-    grads.add(kv, own, plan.own_parts[1], of_step(0))
-    if travelling is not None:
-        own += travelling.wait()
-    return grads.dq, own
-
-
-def _travel_home(
-    grads: MergedGrads, blocks: _Blocks, plan: RingPlan, axes: Axes, comm: Comm, of_step: OfStep
-) -> Pending:
-    """Compute the steps of other ranks' keys and values; return the gradients of this rank's that they computed."""
-    before: Pending | None = None
-    sent: Tensor | None = None
-    homeward = plan.size - plan.steps[-1].behind
-    for step, move in zip(plan.steps, (*plan.moves[1:], homeward), strict=True):
-        kv = blocks.next()
-        dkv = torch.zeros_like(kv, dtype=grads.dq.dtype)
-        grads.add(kv, dkv, step.pairs, of_step(step.behind))
-        if before is not None:
-            dkv += before.wait()
-        before, sent = comm.shift(dkv, torch.empty_like(dkv), axes, move), dkv
-    assert before is not None and sent is not None, "a ring has a step"
-    last, kept = before, sent  # what is sent must live until the wait
-    return Pending(lambda: (last.wait(), kept)[0])
+def by_position(parts: Sequence[Tensor]) -> Tensor:
+    """Return parts [B, n, L, D] as [B, N, L, D], the heads of a position next to one another in memory."""
+    return parts[0] if len(parts) == 1 else torch.cat([part.transpose(1, 2) for part in parts], dim=2).transpose(1, 2)
 
 
 class _Blocks:
@@ -118,6 +128,85 @@ class _Blocks:
         kv = self._pending.wait()
         self._start(kv)
         return kv
+
+
+class Ring(Exchange):
+    """Keys and values round a ring of the ranks over `axes`, all heads in one part.
+
+    Args:
+        num_heads, num_groups: query and key/value heads of this rank's attention.
+        dropped: kernels of pairs whose weights have dropout; None: they have none.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_groups: int,
+        plan: RingPlan,
+        axes: Axes,
+        comm: Comm,
+        *,
+        dropped: DroppedPairs | None = None,
+        count: int = 1,
+    ) -> None:
+        self._plan, self._axes, self._comm, self._dropped = plan, axes, comm, dropped
+        self.parts = head_parts([head * num_groups // num_heads for head in range(num_heads)], count)
+
+    def bring(
+        self, part: HeadPart, q_BNLD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, result: Result | None
+    ) -> Callable[[], tuple[Operands, Result | None]]:
+        operands = Operands(q_BNLD, torch.stack((k_BLGD.transpose(1, 2), v_BLGD.transpose(1, 2))))
+        return lambda: (operands, result)
+
+    def attend(self, part: HeadPart, operands: Operands, kernel: PairKernel | None) -> Result:
+        plan, blocks = self._plan, _Blocks(operands.kv, self._plan, self._axes, self._comm)
+        merged = Merged(operands.q, plan.window, kernel)
+        merged.add(operands.kv, plan.own, self._kernels(part, 0))
+        for step in plan.steps:
+            merged.add(blocks.next(), step.pairs, self._kernels(part, step.behind))
+        return merged.result()
+
+    def _kernels(self, part: HeadPart, behind: int) -> KernelOf | None:
+        """Return the kernels of a part's pairs with keys of the rank that many places back; None: those without
+        dropout."""
+        return self._dropped.of(self.heads(part), behind) if self._dropped else None
+
+    def kept_output(self, part: HeadPart, y: Tensor, y_BNLD: Tensor) -> Tensor:
+        return y
+
+    def attend_backward(
+        self, part: HeadPart, operands: Operands, result: Result, dy: Tensor, kernel: PairKernel | None
+    ) -> Result:
+        (q, kv), plan = operands, self._plan
+        grads, blocks = MergedGrads(dy, q, result, plan.window, kernel), _Blocks(kv, plan, self._axes, self._comm)
+        own = torch.zeros_like(kv, dtype=grads.dq.dtype)
+        grads.add(kv, own, plan.own_parts[0], self._kernels(part, 0))
+        travelling = self._travel_home(part, grads, blocks) if plan.steps else None
+        grads.add(kv, own, plan.own_parts[1], self._kernels(part, 0))
+        if travelling is not None:
+            own += travelling.wait()
+        return grads.dq, own
+
+    def _travel_home(self, part: HeadPart, grads: MergedGrads, blocks: _Blocks) -> Pending:
+        """Compute the steps of other ranks' keys and values; return the gradients of this rank's that they computed."""
+        before: Pending | None = None
+        sent: Tensor | None = None
+        plan = self._plan
+        homeward = plan.size - plan.steps[-1].behind
+        for step, move in zip(plan.steps, (*plan.moves[1:], homeward), strict=True):
+            kv = blocks.next()
+            dkv = torch.zeros_like(kv, dtype=grads.dq.dtype)
+            grads.add(kv, dkv, step.pairs, self._kernels(part, step.behind))
+            if before is not None:
+                dkv += before.wait()
+            before, sent = self._comm.shift(dkv, torch.empty_like(dkv), self._axes, move), dkv
+        assert before is not None and sent is not None, "a ring has a step"
+        last, kept = before, sent  # what is sent must live until the wait
+        return Pending(lambda: (last.wait(), kept)[0])
+
+    def send_grads(self, part: HeadPart, grads: Operands) -> Callable[[], Grads]:
+        dq, (dk, dv) = grads.q, grads.kv
+        return lambda: (dq, dk, dv)
 
 
 class HeadExchange:
@@ -149,112 +238,33 @@ class HeadExchange:
         return lambda: list(pending.wait().split(sizes, dim=2))
 
 
-Result = tuple[Tensor, Tensor]
-Grads = tuple[Tensor, Tensor, Tensor]
-
-
-class Operands(NamedTuple):
-    """Queries [B, n, L, D] of a part, and the keys and values [2, B, g, T, D] that a rank attends them to first."""
-
-    q: Tensor
-    kv: Tensor
-
-
-class Exchange(Protocol):
-    """Exchange of queries, keys and values in parts of heads.
-
-    Methods that start a transfer return a function that waits for its result.
-    """
-
-    @property
-    def parts(self) -> Sequence[HeadPart]:
-        """Parts of the heads that this rank computes."""
-        ...
-
-    def bring(
-        self, part: HeadPart, q_BNLD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, result: Result | None
-    ) -> Callable[[], tuple[Operands, Result | None]]:
-        """Start to bring a part's operands; with the result of this rank's positions, the part's output and lse."""
-        ...
-
-    def attend(self, part: HeadPart, operands: Operands, kernel: PairKernel | None) -> Result:
-        """Return the output of a part, in fp32 or wider, and its log-sum-exp."""
-        ...
-
-    def sinks(self, part: HeadPart, sink_N: Tensor | None) -> Tensor | None:
-        """Return the sinks of a part, a view of those of all heads of this rank's positions."""
-        ...
-
-    def send_output(self, y: Tensor) -> Callable[[], Tensor]:
-        """Start to send the output of a part to the ranks of its positions."""
-        ...
-
-    def join_output(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return [B, N, L, D] of all parts, the heads of a position next to one another."""
-        ...
-
-    def kept_output(self, part: HeadPart, y: Tensor, y_BNLD: Tensor) -> Tensor:
-        """Return a part's output for backward, given itself and that of all parts: of the latter, if it has it."""
-        ...
-
-    def bring_grad(self, part: HeadPart, dy_BNLD: Tensor) -> Callable[[], Tensor]:
-        """Start to bring the gradient of a part's output."""
-        ...
-
-    def attend_backward(
-        self, part: HeadPart, operands: Operands, result: Result, dy: Tensor, kernel: PairKernel | None
-    ) -> Result:
-        """Return the gradients of a part's operands, in fp32 or wider."""
-        ...
-
-    def send_grads(self, part: HeadPart, grads: Operands) -> Callable[[], Grads]:
-        """Start to send the gradients of a part's operands home."""
-        ...
-
-    def join_grads(self, parts: Sequence[Grads]) -> Grads:
-        """Return the gradients of queries [B, N, L, D], keys and values [B, L, G, D]."""
-        ...
-
-
-def by_position(parts: Sequence[Tensor]) -> Tensor:
-    """Return parts [B, n, L, D] as [B, N, L, D], the heads of a position next to one another in memory."""
-    return parts[0] if len(parts) == 1 else torch.cat([part.transpose(1, 2) for part in parts], dim=2).transpose(1, 2)
-
-
-class RingAndHeads:
+class RingAndHeads(Ring):
     """Positions for heads over some context axes (`moved`), and keys and values round a ring over the others.
 
     Args:
         num_heads, num_groups: query and key/value heads at this rank's positions.
-        dropped: kernels of pairs whose weights have dropout; None: they have none.
     """
 
     def __init__(
         self,
         num_heads: int,
         num_groups: int,
-        moved: HeadExchange | None,
+        moved: HeadExchange,
         plan: RingPlan,
-        ring: Axes,
+        axes: Axes,
         comm: Comm,
         *,
         dropped: DroppedPairs | None = None,
     ) -> None:
-        self._moved, self._plan, self._ring, self._comm = moved, plan, ring, comm
-        self._dropped = dropped
-        ranks = moved.num_ranks if moved else 1
+        self._moved, ranks = moved, moved.num_ranks
         self._copies, self._num_heads = key_copies(num_groups, ranks), num_heads // ranks
-        groups, heads = num_groups * self._copies // ranks, self._num_heads
-        count = num_parts(groups) if moved else 1
-        self.parts = head_parts([head * groups // heads for head in range(heads)], count)
+        groups = num_groups * self._copies // ranks
+        super().__init__(self._num_heads, groups, plan, axes, comm, dropped=dropped, count=num_parts(groups))
 
     def bring(
         self, part: HeadPart, q_BNLD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, result: Result | None
     ) -> Callable[[], tuple[Operands, Result | None]]:
         k, v = (t.transpose(1, 2) for t in (k_BLGD, v_BLGD))
-        if self._moved is None:
-            operands = Operands(q_BNLD, torch.stack((k, v)))
-            return lambda: (operands, result)
         copies = self._copies
         k, v = (t.repeat_interleave(copies, dim=1) if copies > 1 else t for t in (k, v))
         queries = [q_BNLD] if result is None else [q_BNLD, result[0]]
@@ -268,56 +278,28 @@ class RingAndHeads:
 
         return finish
 
-    def _blocks(self, x_BNLD: Tensor, heads: tuple[int, int]) -> Tensor:
+    def _blocks(self, x_BNLD: Tensor, heads: Span) -> Tensor:
         """Return a part of each rank's heads, [c, B, n, L, D]."""
-        assert self._moved is not None, "only heads that are exchanged are in blocks"
         blocks: Tensor = x_BNLD.unflatten(1, (self._moved.num_ranks, -1)).movedim(1, 0)
         return blocks[:, :, slice(*heads)]
 
-    def attend(self, part: HeadPart, operands: Operands, kernel: PairKernel | None) -> Result:
-        return ring_attention(*operands, self._plan, self._ring, self._comm, kernel=kernel, of_step=self._of_step(part))
-
-    def _heads(self, part: HeadPart) -> tuple[int, int]:
-        """Return the query heads of a part among those of this rank's positions."""
-        first = self._moved.rank * self._num_heads if self._moved else 0
+    def heads(self, part: HeadPart) -> Span:
+        first = self._moved.rank * self._num_heads
         return first + part.queries[0], first + part.queries[1]
 
-    def _of_step(self, part: HeadPart) -> OfStep:
-        dropped = self._dropped
-        return lambda behind: dropped.of(self._heads(part), behind) if dropped else None
-
-    def sinks(self, part: HeadPart, sink_N: Tensor | None) -> Tensor | None:
-        return None if sink_N is None else sink_N[slice(*self._heads(part))]
-
     def send_output(self, y: Tensor) -> Callable[[], Tensor]:
-        if self._moved is None:
-            return lambda: y
         wait = self._moved.own_positions([y])
         return lambda: wait()[0]
 
     def join_output(self, parts: Sequence[Tensor]) -> Tensor:
-        return parts[0] if self._moved is None else _from_blocks(parts)
-
-    def kept_output(self, part: HeadPart, y: Tensor, y_BNLD: Tensor) -> Tensor:
-        return y
+        return _from_blocks(parts)
 
     def bring_grad(self, part: HeadPart, dy_BNLD: Tensor) -> Callable[[], Tensor]:
-        if self._moved is None:
-            return lambda: dy_BNLD
         wait = self._moved.whole_positions([self._blocks(dy_BNLD, part.queries)])
         return lambda: wait()[0]
 
-    def attend_backward(
-        self, part: HeadPart, operands: Operands, result: Result, dy: Tensor, kernel: PairKernel | None
-    ) -> Result:
-        of_step = self._of_step(part)
-        return ring_gradients(dy, operands, result, self._plan, self._ring, self._comm, kernel=kernel, of_step=of_step)
-
     def send_grads(self, part: HeadPart, grads: Operands) -> Callable[[], Grads]:
-        dq, (dk, dv) = grads.q, grads.kv
-        if self._moved is None:
-            return lambda: (dq, dk, dv)
-        wait = self._moved.own_positions([dq, dk, dv])
+        wait = self._moved.own_positions([grads.q, *grads.kv])
 
         def finish() -> Grads:
             dq, dk, dv = wait()
@@ -326,10 +308,7 @@ class RingAndHeads:
         return finish
 
     def join_grads(self, parts: Sequence[Grads]) -> Grads:
-        if self._moved is None:
-            ((dq, dk, dv),) = parts
-        else:
-            dq, dk, dv = (_from_blocks([part[place] for part in parts]) for place in range(3))
+        dq, dk, dv = (_from_blocks([part[place] for part in parts]) for place in range(3))
         if self._copies > 1:
             dk, dv = (t.unflatten(1, (-1, self._copies)).sum(2) for t in (dk, dv))
         return dq, dk.transpose(1, 2), dv.transpose(1, 2)
@@ -344,7 +323,7 @@ def _from_blocks(parts: Sequence[Tensor]) -> Tensor:
     return whole.flatten(2, 4).transpose(1, 2)
 
 
-class Gathered:
+class Gathered(Exchange):
     """Exchange that gathers keys and values of all ranks, in the order of positions.
 
     Args:
@@ -400,21 +379,6 @@ class Gathered:
         heads = self._uneven(part)
         return kv if heads is None else kv[:, :, heads]
 
-    def sinks(self, part: HeadPart, sink_N: Tensor | None) -> Tensor | None:
-        return None if sink_N is None else sink_N[slice(*part.queries)]
-
-    def send_output(self, y: Tensor) -> Callable[[], Tensor]:
-        return lambda: y
-
-    def join_output(self, parts: Sequence[Tensor]) -> Tensor:
-        return by_position(parts)
-
-    def kept_output(self, part: HeadPart, y: Tensor, y_BNLD: Tensor) -> Tensor:
-        return y_BNLD[:, slice(*part.queries)]
-
-    def bring_grad(self, part: HeadPart, dy_BNLD: Tensor) -> Callable[[], Tensor]:
-        return lambda: dy_BNLD[:, slice(*part.queries)]
-
     def attend_backward(
         self, part: HeadPart, operands: Operands, result: Result, dy: Tensor, kernel: PairKernel | None
     ) -> Result:
@@ -442,10 +406,6 @@ class Gathered:
             return dq, dk, dv
 
         return finish
-
-    def join_grads(self, parts: Sequence[Grads]) -> Grads:
-        dq, dk, dv = (by_position([part[place] for part in parts]) for place in range(3))
-        return dq, dk.transpose(1, 2), dv.transpose(1, 2)
 
 
 def gather_positions(x_BLND: Tensor, axes: Axes, order: PositionOrder, comm: Comm) -> Tensor:

@@ -37,10 +37,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from megatron3d.attention.plan import Pair, Span, num_pair_scores, own_pairs, pairs, pieces, segments
+from megatron3d.attention.plan import Pair, Span, equal_documents, num_pair_scores, own_pairs, pairs, pieces, segments
 from megatron3d.parallel.layout import span
 from megatron3d.parallel.matmul_plan import MatmulPlan, Traffic
 from megatron3d.parallel.mesh import Axes, Mesh
@@ -295,7 +295,8 @@ def ring_plan(chunks: Chunks, rank: int, starts: Starts = None, window: int | No
 
 def sequence_chunks(chunks: Callable[[tuple[int, ...]], Chunks], starts: Starts) -> tuple[SequenceChunks, ...]:
     """Return the chunks of a rank's sequences by where their documents begin."""
-    return tuple(SequenceChunks(rows, documents, chunks(documents)) for rows, documents in _equal_documents(starts))
+    same = [(None, ())] if starts is None else equal_documents(starts)
+    return tuple(SequenceChunks(rows, documents, chunks(documents)) for rows, documents in same)
 
 
 @lru_cache(maxsize=64)
@@ -317,18 +318,6 @@ def plan_of_sequences(sequences: tuple[SequenceChunks, ...], rank: int, window: 
     half = len(parts) // 2
     steps = tuple(RingStep(step, between(rank, step)) for step in needed)
     return RingPlan(own, (parts[:half], parts[half:]), steps, size, window)
-
-
-def _equal_documents(starts: Starts) -> list[tuple[Span | None, tuple[int, ...]]]:
-    """Return the sequences whose documents begin at the same positions, as ranges, with these positions."""
-    if starts is None:
-        return [(None, ())]
-    found, first = list[tuple[Span | None, tuple[int, ...]]](), 0
-    for documents, some in groupby(starts):
-        last = first + len(list(some))
-        found.append(((first, last), documents))
-        first = last
-    return found
 
 
 # Most parts of an exchange: more parts hide more of it behind attention, in smaller messages.

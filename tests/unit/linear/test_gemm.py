@@ -19,7 +19,6 @@ from megatron3d.linear.gemm import (
     NATIVE,
     Gemm,
     Kept,
-    NativeGemm,
     Operand,
     add_product,
     onednn_rule,
@@ -121,7 +120,7 @@ def test_accumulated_gemms_of_slices_equal_the_whole_gemm(dtype: torch.dtype, to
     assert (total.to(dtype).double() - exact).abs().max() < tolerance * exact.abs().max()
 
 
-class ScaledGemm(NativeGemm):
+class ScaledGemm(Gemm):
     """Stores each value as a mantissa below 1 and a power of two, its scale."""
 
     def x(self, x_MK: Tensor) -> Operand:
@@ -174,11 +173,11 @@ def test_every_plan_multiplies_operands_with_scales() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("recipe", [ScaledGemm(), GEMMS["reference"]], ids=["scaled", "reference"])
-def test_recipes_agree_in_every_role(recipe: NativeGemm, dtype: torch.dtype) -> None:
+def test_recipes_agree_in_every_role(recipe: Gemm, dtype: torch.dtype) -> None:
     x, w, dy, b = (normal(*shape).to(dtype) for shape in ((6, 5), (4, 5), (6, 4), (4,)))
     grad = normal(4, 5).to(torch.promote_types(dtype, torch.float32))
 
-    def roles(gemm: NativeGemm) -> list[Tensor]:
+    def roles(gemm: Gemm) -> list[Tensor]:
         of_x, of_w, of_dy = gemm.x(x), gemm.w(w), gemm.dy(dy)
         sums = grad.clone(), torch.empty_like(grad)
         for total, holds_gradient in zip(sums, (True, False), strict=True):

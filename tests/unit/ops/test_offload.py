@@ -20,7 +20,7 @@ from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.data.loader import BatchLoader
 from megatron3d.ops import recompute as offload
-from megatron3d.ops.recompute import ActivationOffload, SideWork, host_memory
+from megatron3d.ops.recompute import ActivationOffload, SideStream, SideWork, host_memory
 from megatron3d.train.state import build_state
 from megatron3d.train.step import StepSettings, train_step
 from megatron3d.verify.layouts import RandomSamples
@@ -122,7 +122,7 @@ def test_activations_leave_the_device() -> None:
     assert counts[1:] == counts[1:2] * 3 and counts[-1] <= 2 * NUM_LAYERS
 
 
-class Recorder:
+class Recorder(SideStream, SideWork):
     """Runs work at once and notes it."""
 
     def __init__(self, name: str, events: list[str]) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron3d.attention import pairs as attention_pairs
 from megatron3d.attention.attention import AttentionHeads
 from megatron3d.attention.context.attention import ContextAttention, attend_by, context_attention
-from megatron3d.attention.context.exchanges import RingAndHeads
+from megatron3d.attention.context.exchanges import Ring
 from megatron3d.attention.context.plan import (
     CONTEXT_EXCHANGES,
     Chunks,
@@ -152,7 +152,7 @@ def contiguous(rank: int, world_size: int) -> list[Any]:
     q, k, v = (each.requires_grad_() for each in leaves)
     plan = ring_plan(chunks, rank, case.starts)
     comm = make_comm(mesh, [CONTEXT[:1]])
-    ring = RingAndHeads(case.num_heads, case.num_groups, None, plan, CONTEXT[:1], comm)
+    ring = Ring(case.num_heads, case.num_groups, plan, CONTEXT[:1], comm)
     y = attend_by(ring, q.transpose(1, 2), k, v)[0].transpose(1, 2)
     return [each.numpy() for each in (y.detach(), *torch.autograd.grad(y, leaves, dy))]
 
