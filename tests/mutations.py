@@ -816,15 +816,15 @@ MUTATIONS = [
     ),
     Mutation(
         "attention dropout by local head",
-        "attention/attention.py",
-        "torch.arange(*self.heads.query_span, device=device)",
-        "torch.arange(self.heads.query_span[1] - self.heads.query_span[0], device=device)",
+        "attention/pairs.py",
+        "torch.arange(*span, device=keys_T.device)",
+        "torch.arange(span[1] - span[0], device=keys_T.device)",
     ),
     Mutation(
         "attention dropout by place in a piece of the queries",
         "attention/attention.py",
-        "places = positions_of(queries, device)",
-        "places = torch.arange(len(queries), device=device)",
+        "places, keys = positions_of(queries, device), torch",
+        "places, keys = torch.arange(len(queries), device=device), torch",
         PAIRS,
     ),
     Mutation(
@@ -970,8 +970,8 @@ MUTATIONS = [
     Mutation(
         "gradient of the first chunk's keys from another chunk",
         "attention/context/order.py",
-        "zip(whole.split(self._sizes, dim=2), self._places, strict=True)",
-        "zip(whole.roll(1, dims=2).split(self._sizes, dim=2), self._places, strict=True)",
+        "zip(whole.split(sizes, dim=2), self._places, strict=True)",
+        "zip(whole.roll(1, dims=2).split(sizes, dim=2), self._places, strict=True)",
     ),
     Mutation(
         "gradients of a part of the heads live while those of the next part are computed",
@@ -1195,7 +1195,7 @@ MUTATIONS = [
             (
                 "attention dropout of a sequence at the positions of the first",
                 "attention/pairs.py",
-                "held = self.chunks[low % len(self.chunks)]",
+                "held = self.chunks[sequences[0] % len(self.chunks)]",
                 "held = self.chunks[0]",
             ),
         )

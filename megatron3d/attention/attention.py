@@ -27,7 +27,7 @@ from megatron3d.attention.pairs import PLAIN_SOFTMAX, Drop, InPieces, PairInputs
 from megatron3d.attention.plan import DROPOUT_PIECE, DROPOUT_ROWS, HeadSplit, row_axes
 from megatron3d.comm.interface import Comm
 from megatron3d.linear.collectives import W_DIMS, X_DIMS, gather, reduce
-from megatron3d.ops.dropout import dropout, keep_mask
+from megatron3d.ops.dropout import dropout
 from megatron3d.ops.recompute import recomputed
 from megatron3d.parallel.layout import span
 from megatron3d.parallel.matmul_plan import MatmulPlan, moves
@@ -180,14 +180,9 @@ class WeightDropout(NamedTuple):
 
     def keep(self, batch: int, queries: Sequence[int], num_keys: int, device: torch.device) -> Tensor:
         """Return bool [B, N, L, T] for queries at these positions and the first keys, the same in every layout."""
-        first = self.drop.first_sequence
-        sequence = torch.arange(first, first + batch, device=device).unsqueeze(1)
-        head = torch.arange(*self.heads.query_span, device=device)
-        places = positions_of(queries, device)
-        rows = ((sequence * self.heads.num_heads + head).unsqueeze(-1) * self.seq_length + places).flatten()
-        keep_MT = keep_mask(self.drop.key, rows, torch.arange(num_keys, device=device), self.drop.rate)
-        keep_BNLT: Tensor = keep_MT.unflatten(0, (batch, len(head), len(queries)))
-        return keep_BNLT
+        places, keys = positions_of(queries, device), torch.arange(num_keys, device=device)
+        heads = self.heads
+        return self.drop.keep((0, batch), (heads.query_span, heads.num_heads), self.seq_length, places, keys)
 
 
 def attention_with_dropout(
@@ -203,15 +198,12 @@ def attention_with_dropout(
     if seq <= DROPOUT_ROWS:
         positions = [position for chunk in chunks for position in range(*chunk)]
         return piece_with_dropout(q, k, v, positions, at)
-    for low, high in (piece for chunk in chunks for piece in _pieces(*chunk)):
+    pieces = [(low, min(low + DROPOUT_PIECE, end)) for first, end in chunks for low in range(first, end, DROPOUT_PIECE)]
+    for low, high in pieces:
         queries = q[:, :, row : row + high - low]
         parts.append(recomputed(piece_with_dropout, queries, k[:, :, :high], v[:, :, :high], range(low, high), at))
         row += high - low
     return torch.cat(parts, dim=2)
-
-
-def _pieces(low: int, high: int) -> list[tuple[int, int]]:
-    return [(first, min(first + DROPOUT_PIECE, high)) for first in range(low, high, DROPOUT_PIECE)]
 
 
 def piece_with_dropout(q: Tensor, k: Tensor, v: Tensor, queries: Sequence[int], at: WeightDropout) -> Tensor:

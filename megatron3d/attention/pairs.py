@@ -22,6 +22,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -67,6 +68,21 @@ class Drop:
     rate: float
     key: int
     first_sequence: int
+
+    def keep(
+        self, sequences: Span, heads: tuple[Span, int], seq_length: int, queries_L: Tensor, keys_T: Tensor
+    ) -> Tensor:
+        """Return bool [B, N, L, T], a function of global indices alone, for sequences and heads of this rank.
+
+        `heads` are a range of them and the number of heads of the model; queries and keys are positions.
+        """
+        (first, last), (span, num_heads) = sequences, heads
+        sequence = torch.arange(first, last, device=keys_T.device).unsqueeze(1) + self.first_sequence
+        by_head = sequence * num_heads + torch.arange(*span, device=keys_T.device)
+        rows = (by_head.unsqueeze(-1) * seq_length + queries_L).flatten()
+        keep_MT = keep_mask(self.key, rows, keys_T, self.rate)
+        keep_BNLT: Tensor = keep_MT.unflatten(0, (last - first, span[1] - span[0], len(queries_L)))
+        return keep_BNLT
 
 
 def capped(scores: Tensor, softcap: float | None) -> Tensor:
@@ -433,22 +449,18 @@ class DroppedPairs:
         first, last = (self.first_head + head for head in heads)
 
         def kernel(pair: Pair) -> PairKernel:
-            return DroppedKernel(self.softcap, lambda device: self._keep(pair, (first, last), behind, device), rate)
+            keep = partial(self._keep, pair, (first, last), behind)
+            return DroppedKernel(self.softcap, keep, self.drop.rate)
 
-        rate = self.drop.rate
         return kernel
 
     def _keep(self, pair: Pair, heads: Span, behind: int, device: torch.device) -> Tensor:
-        """Return bool [B, N, L, T], as `WeightDropout.keep` makes it for whole sequences."""
-        first, (low, high) = self.drop.first_sequence, pair.sequences or (0, self.num_sequences)
-        sequence = torch.arange(first + low, first + high, device=device).unsqueeze(1)
-        held = self.chunks[low % len(self.chunks)]
+        """Return bool [B, N, L, T] of a pair with the keys of the rank `behind` places back."""
+        sequences = pair.sequences or (0, self.num_sequences)
+        held = self.chunks[sequences[0] % len(self.chunks)]
         queries = _positions(held[self.place], pair.queries, device)
         keys = _positions(held[self.place - behind], pair.keys, device)
-        by_head = (sequence * self.num_heads + torch.arange(*heads, device=device)).unsqueeze(-1)
-        keep_MT = keep_mask(self.drop.key, (by_head * self.seq_length + queries).flatten(), keys, self.drop.rate)
-        keep_BNLT: Tensor = keep_MT.unflatten(0, (high - low, heads[1] - heads[0], len(queries)))
-        return keep_BNLT
+        return self.drop.keep(sequences, (heads, self.num_heads), self.seq_length, queries, keys)
 
 
 def _positions(chunks: Sequence[Span], rows: Span, device: torch.device) -> Tensor:

@@ -4,16 +4,12 @@
     rows      rows of this rank's experts, sorted by (expert, token, slot)
     combine   outputs return, and the slots of each token are added in ascending order of experts
 
-Bytes in closed form and sources: `experts/plan.py`.  Letters: M tokens, H hidden, K experts of a token,
-R rows, E experts.
+A move of rows is two operations of autograd, `start` and `finish`.  In backward `finish` starts the collective of the
+gradients and `start` waits for it: autograd runs the backward of what was computed later first, so that what lies
+between the two overlaps with both collectives.
 
-Rows that move between ranks, and whose gradients move back: collectives of autograd in two halves.
-
-    forward     start | computation next to it | finish
-    backward    finish starts the collective of the gradients | the same computation's backward | start waits for it
-
-Autograd runs the backward of what was computed later first, so that what lies between the halves overlaps with both
-collectives.
+Bytes in closed form and sources: `experts/plan.py`.  Letters: M tokens, H hidden, K experts of a token, R rows,
+E experts.
 """
 
 from __future__ import annotations

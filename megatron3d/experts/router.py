@@ -3,13 +3,11 @@
     logits -> scores -> top-k of (scores + bias), ties to the lower expert -> weights of the chosen experts
 
 Each token is routed once, and the losses are sums over tokens divided by global counts, so that no result depends on
-the layout.  Letters: M tokens, E experts, K experts of a token, B sequences.
+the layout.  Nor do the choices that a capacity of the experts drops (Lepikhin et al. 2020, arXiv:2006.16668): it is
+that of whole sequences.
 
-Capacity of experts: how many tokens of a sequence an expert takes at most (Lepikhin et al. 2020, arXiv:2006.16668).
-
-The capacity is that of whole sequences, so that the choices which are dropped do not depend on the layout.
-Letters: M tokens of this rank, N tokens of all ranks that hold parts of the same sequences, K experts of a token,
-C choices.
+Letters: M tokens of this rank, N tokens of all ranks that hold parts of the same sequences, E experts, K experts of a
+token, C choices, B sequences.
 """
 
 from __future__ import annotations

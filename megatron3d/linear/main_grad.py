@@ -1,12 +1,10 @@
 """`main_grad`, the gradient buffer of a parameter in fp32 or wider, and the routes by which gradients reach it.
 
-Weight gradients between their GEMM and main_grad: reductions in flight, and whole wgrads that are deferred.
-
     backward of layer i     dgrad GEMM | wgrad GEMM | dgrad GEMM of layer i-1 | ...
     reduction of dW_i                               | in flight               | added to main_grad
 
 Overlapping the reduction with the backward of the preceding layers is ORS of Singh et al. 2024 (arXiv:2305.13525,
-section 5); deferring the wgrad to fill pipeline bubbles is from Qi et al. 2023 (arXiv:2401.10241).
+section 5); deferring the whole wgrad to fill pipeline bubbles is from Qi et al. 2023 (arXiv:2401.10241).
 """
 
 from __future__ import annotations

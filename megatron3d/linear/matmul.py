@@ -305,10 +305,3 @@ class _Matmul(torch.autograd.Function):
         x, w = matmul.gemm.kept(ctx.saved_tensors)
         grads: Grads = matmul.backward(ctx.param, x, w, dy_MN, ctx.needs_input_grad[:3])
         return *grads, None, None
-
-
-def linear(
-    x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, plan: MatmulPlan, comm: Comm, wgrads: WgradQueue | None = None
-) -> Tensor:
-    """Return Y[M, N] = X W^T + bias by a `Matmul` that is made for this one call."""
-    return Matmul(plan, comm, wgrads=wgrads)(x_MK, w_NK, bias_N)

@@ -1,13 +1,13 @@
-"""Which collectives of a planned matmul overlap with which GEMMs, and which stay exposed.
+"""Which collectives of a planned matmul overlap with which GEMMs, which run in rounds, and which stay exposed.
 
-Which collectives of a planned matmul run in rounds with their own GEMM, with `parallel.tp_comm_overlap`.
+With `parallel.tp_comm_overlap` some collectives run in rounds with their own GEMM, and need no other one to overlap:
 
     forward     Y = X W       X is gathered along its rows: each rank's rows are multiplied on arrival
                               Y is reduce-scattered, along either dim: each rank's part is sent when it is computed
     backward    dX = dY W     the same of dY and dX
 
-Neither needs another GEMM to overlap with.  A gather along the summed dim does not fit: its partial sums would be
-rounded in every round.  Where one matmul has both, the gather runs in rounds.
+A gather along the summed dim does not fit: its partial sums would be rounded in every round.  Where one matmul has
+both, the gather runs in rounds.
 """
 
 from __future__ import annotations

@@ -1,16 +1,12 @@
-"""The ends of a GPT for every layout: the embedding, and the LM head with its loss.
+"""The ends of a GPT for every layout: the embedding, the LM head with its loss, and multi-token prediction.
 
-Letters: M tokens, H hidden, B sequences, S positions, V vocabulary.
-
-Multi-token prediction: modules that predict further tokens from what the model computed (DeepSeek-AI 2024,
-arXiv:2412.19437, section 2.2).
+Modules that predict further tokens from what the model computed (DeepSeek-AI 2024, arXiv:2412.19437, section 2.2):
 
     h_i^0 = output of the model's final norm
     h_i^k = final_norm(layer(W_h norm(h_i^(k-1)) + W_e norm(Emb(t_(i+k)))))          logits of t_(i+k+1) = head(h_i^k)
 
 W_h and W_e side by side are the paper's M_k.  Embedding and LM head are those of the model; the layer has the kind of
-the model's last one.  Letters: M tokens, H hidden, B sequences, S positions,
-T = S + 1 tokens of a row.
+the model's last one.  Letters: M tokens, H hidden, B sequences, S positions, T = S + 1 tokens of a row, V vocabulary.
 """
 
 from __future__ import annotations

@@ -43,6 +43,9 @@ from megatron3d.zero import FsdpUnit
 ActivationHook = Callable[[str, Tensor], None]
 
 
+def _no_hook(path: str, x_MH: Tensor) -> None: ...
+
+
 class GPT(nn.Module):
     """Stages of a GPT that this pipeline rank holds; `zero.Buffers` allocates their parameters.
 
@@ -106,7 +109,7 @@ class GPT(nn.Module):
         num_ahead = arch.mtp_num_layers if self.stages[-1].has_head else 0
         self.mtp = nn.ModuleDict({str(index): PredictionModule(index, loss_chunk, build) for index in range(num_ahead)})
         self._rotary: tuple[RotaryTables, ...] = ()
-        self._activation_hook: ActivationHook | None = None
+        self._activation_hook: ActivationHook = _no_hook
 
     @property
     def specs(self) -> Mapping[str, ParamSpec]:
@@ -285,16 +288,12 @@ class GPT(nn.Module):
 
     def set_activation_hook(self, hook: ActivationHook | None) -> None:
         """Call `hook` with the path and output of the embedding and of each layer, during recomputation as well."""
-        self._activation_hook = hook
-
-    def _call_activation_hook(self, path: str, x_MH: Tensor) -> None:
-        if self._activation_hook is not None:
-            self._activation_hook(path, x_MH)
+        self._activation_hook = hook or _no_hook
 
     def _layers(self, layers: range, x_MH: Tensor, at: Pass) -> Tensor:
         for index in layers:
             x_MH = self.layers[str(index)](x_MH, at)
-            self._call_activation_hook(f"layers.{index}", x_MH)
+            self._activation_hook(f"layers.{index}", x_MH)
         return x_MH
 
     def forward(self, stage: Stage, x_MH: Tensor | None, at: Pass) -> Tensor:
@@ -306,7 +305,7 @@ class GPT(nn.Module):
         """
         if stage.has_embedding:
             x_MH = self.embedding_dropout(self.embedding(at, self.embedding_weight), at)
-            self._call_activation_hook("embedding", x_MH)
+            self._activation_hook("embedding", x_MH)
         assert x_MH is not None, f"stage {stage.index} was given nothing"
         at = self._with_documents(at)
         offloaded = self.offload.begin(self.parameters(), x_MH.device) if self.recompute.offloads else None
@@ -330,5 +329,5 @@ class GPT(nn.Module):
             is_recomputed = self.recompute.recomputes_ahead
             compute = partial(recomputed, module) if is_recomputed else module
             x_MH = compute(x_MH, embedded_MH, replace(at, kept=KeptResults()) if is_recomputed else at)
-            self._call_activation_hook(f"mtp.{index}", x_MH)
+            self._activation_hook(f"mtp.{index}", x_MH)
             yield module.head(x_MH, self.head_weight, there)

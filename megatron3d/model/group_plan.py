@@ -33,12 +33,7 @@ def communication_axes(arch: Architecture, mode: Mode, mesh: Mesh) -> tuple[Axes
     one_of_each = replace(arch, num_layers=min(arch.num_layers, pattern_length(arch)))
     specs = param_specs(one_of_each, mode).values()
     reduced = [spec.reduce_axes(mesh) for spec in specs]
-    sets += [
-        *reduced,
-        mesh.zero,
-        DATA[:1],
-        *(mesh.without(axes, mesh.zero) for axes in reduced),
-    ]
+    sets += [*reduced, mesh.zero, DATA[:1], *(mesh.without(axes, mesh.zero) for axes in reduced)]
     if arch.mtp_num_layers:
         there, back = dim_changes(mode.inner, mode.residual, mesh), dim_changes(mode.residual, mode.inner, mesh)
         sets += [change.gathered for change in (*there, *back)]

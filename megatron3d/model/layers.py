@@ -115,15 +115,9 @@ class Attention(nn.Module):
         q = q if self.query_scale == 1 else q * self.query_scale
         sinks = q.new_zeros(q.shape[2]) if self.has_sinks and self.sinks is None else self.sinks
         softmax = Softmax(self.softcap, sinks)
+        among_ranks = partial(ContextAttention, self.heads.comm, at.order, self.heads, at.seq_length, softmax=softmax)
         if at.cached and self.context:
-            inputs = ContextAttention(
-                comm=self.heads.comm,
-                order=at.order,
-                heads=self.heads,
-                seq_length=at.seq_length,
-                visible=Visible(None, self.window),
-                softmax=softmax,
-            )
+            inputs = among_ranks(Visible(None, self.window))
             return cached_context_attention(q, k, v, inputs, at.cached, self.site)
         if at.cached:
             k, v, mask_BST = at.cached.extend(self.site, k, v, self.window)
@@ -134,17 +128,7 @@ class Attention(nn.Module):
             drop = Drop(self.dropout, derive_seed(*at.key, self.site), at.first_sequence + first)
         visible = at.visible(self.window, self.tokens)
         if self.context:
-            inputs = ContextAttention(
-                comm=self.heads.comm,
-                order=at.order,
-                heads=self.heads,
-                seq_length=at.seq_length,
-                visible=visible or Visible(),
-                drop=drop,
-                softmax=softmax,
-                kept=kept,
-                held=at.held_by(self.tokens),
-            )
+            inputs = among_ranks(visible or Visible(), drop, kept=kept, held=at.held_by(self.tokens))
             return context_attention(q, k, v, self.exchange, inputs)
         return attention(q, k, v, self.heads, drop, visible=visible, softmax=softmax)
 

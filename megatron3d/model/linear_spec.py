@@ -1,7 +1,5 @@
 """The linears of a layer as one table: name, plan and global sizes; and the closed forms of parameters and FLOPs.
 
-The linears of a transformer layer as one table: name, plan, and global sizes.
-
     attention.qkv   expand     hidden -> query heads and twice the key/value groups; the output gate where there is one
     attention.proj  contract   query heads -> hidden
     mlp.fc1         expand     hidden -> ffn, twice where a gate is fused
@@ -17,8 +15,6 @@ Shared experts are an MLP next to the experts.  Weights of experts are no linear
 to them (`model/experts.py`).  A module of multi-token prediction has two more, of the hidden state and of the embedding
 of the next token: both expand hidden -> hidden.  `expand` is Megatron's column-parallel, `contract` its row-parallel
 linear.
-
-Closed forms of the model's parameter count and floating-point operations.
 
 The parameter count is independent of the parameter table on purpose: at start-up the built model is checked against it.
 """

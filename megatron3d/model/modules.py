@@ -89,22 +89,14 @@ class Linear(nn.Module):
     def __init__(self, layer: str, name: str, build: Build) -> None:
         super().__init__()
         plan = build.plan(linear_size(build.arch, name).plan(build.mode))
-        comm, overlap = build.comm, build.overlap
-        name = f"{layer}.{name}"
-        self.weight = build.param(f"{name}.weight")
-        self.bias = build.optional(f"{name}.bias")
-        gemm = build.gemm
+        comm, overlap, gemm = build.comm, build.overlap, build.gemm
+        self.weight = build.param(f"{layer}.{name}.weight")
+        self.bias = build.optional(f"{layer}.{name}.bias")
         weight = PrefetchedWeight(lambda: gemm.w(self.weight.detach()), plan, comm, overlap) if plan.w else None
         compiled = build.compiled.linear(lambda: self.weight) if build.compiled else None
+        grads, wgrads = build.main_grads, build.wgrads
         self.matmul = Matmul(
-            plan,
-            comm,
-            overlap,
-            main_grads=build.main_grads,
-            wgrads=build.wgrads,
-            weight=weight,
-            compiled=compiled,
-            gemm=gemm,
+            plan, comm, overlap, main_grads=grads, wgrads=wgrads, weight=weight, compiled=compiled, gemm=gemm
         )
 
     def forward(self, x_MK: Tensor) -> Tensor:

@@ -168,10 +168,7 @@ class _Table:
             }
             parts = tuple(Part(f"{part}.weight", *2 * [(rows, size.num_inputs)]) for part, rows in of_experts.items())
             linear = f"{path}.experts.{name.rpartition('.')[2]}"
-            yield (
-                f"{linear}.weight",
-                ParamSpec(parts, layout, used, init=std / scale, part_axes=self.mode.experts),
-            )
+            yield f"{linear}.weight", ParamSpec(parts, layout, used, init=std / scale, part_axes=self.mode.experts)
             if arch.has_mlp_bias:
                 biases = tuple(Part(f"{part}.bias", (rows,), (rows,)) for part, rows in of_experts.items())
                 yield f"{linear}.bias", ParamSpec(biases, layout[:1], used, decay=False, part_axes=self.mode.experts)

@@ -1,16 +1,12 @@
 """Parameters as tensors: views of the logical tensors in a fused one, and initial values by global index.
 
-Views of the logical tensors (q, k, v; gate, up) in the local tensor of a fused parameter.
-
     local rows, parts q and k, two blocks:      q run 0 | k run 0 | q run 1 | k run 1
 
-The box of a part consists of one run of rows per block.  Each run is a view, so writing initial values or a checkpoint
-into the views writes the parameter.  Tensors have one or two dims.
+The box of a logical tensor (q, k, v; gate, up) consists of one run of rows per block.  Each run is a view, so writing
+initial values or a checkpoint into the views writes the parameter.  Tensors have one or two dims.
 
-Initial values as a function of (seed, name, global index), equal in every layout.
-
-Each tile of a logical tensor has its own generator, seeded by (seed, name, tile), so that a rank draws only the tiles
-that overlap its box, and threads draw tiles in any order.
+Initial values are a function of (seed, name, global index), equal in every layout: each tile of a logical tensor has
+its own generator, so that a rank draws only the tiles that overlap its box, and threads draw tiles in any order.
 """
 
 from __future__ import annotations

@@ -2,11 +2,10 @@
 
 embedding | 0 1 2 | 3 4 5 | 6 7 8 | 9 10 | head        12 layers of work when the head costs as much as one layer
 
-Modules of multi-token prediction are in the last stage, behind the head.
+Modules of multi-token prediction are in the last stage, behind the head.  Layers may be of unequal work, such as those
+with and without a window:
 
-Division of layers of unequal work among stages, such as layers with and without a window.
-
-    work     9 1 1 1 | 9 1 | 1 1 9 | 1 9      each stage consecutive layers, the head's work added to the last
+    work     9 1 1 1 | 9 1 | 1 1 9 | 1 9      the head's work added to the last stage
 
 The least possible work of the busiest stage is found exactly: a limit is possible if stages filled up to it from the
 last one hold all layers, so that it is searched by bisection.  Where ranks hold several stages, boundaries then move as
@@ -151,16 +150,13 @@ def make_stages(counts: Sequence[int]) -> tuple[Stage, ...]:
 
 
 def divide(arch: Architecture, num_stages: int, owners: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Return the number of layers of each stage, at least one; `owners[stage]` is the pipeline rank of a stage.
-
-    The cost of a layer, of the head and of multi-token prediction is its FLOPs (see `_divide`).
-    """
+    """Return the number of layers of each stage, at least one; `owners[stage]` is the pipeline rank of a stage."""
     return _divide(arch, num_stages, tuple(range(num_stages) if owners is None else owners))
 
 
 @lru_cache(maxsize=64)
 def _divide(arch: Architecture, num_stages: int, owners: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the division of `divide`.
+    """Return the division into stages of these owners.
 
     The cost of a layer, of the head and of multi-token prediction is its FLOPs; the embedding costs nothing.  Each
     layer goes to the rank with the lowest cost, and there to its cheapest stage, which minimizes the cost of the

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -111,32 +112,24 @@ class LMHead:
             self.gemm.y(x, w, into_MN=y_CV)
         if self.softcap is not None:
             y_CV = y_CV.div_(self.softcap).tanh_().mul_(self.softcap)
-        low, high = self.vocab_span
-        if high > self.vocab_size:
-            y_CV[:, max(self.vocab_size - low, 0) :] = float("-inf")
+        if self.shard.high > self.vocab_size:
+            y_CV[:, max(self.vocab_size - self.shard.low, 0) :] = float("-inf")
         return y_CV
 
-    def softcap_slope(self, logits_CV: Tensor) -> Tensor:
+    def softcap_slope(self, logits_CV: Tensor) -> Tensor | None:
         """Return the derivative of the softcap, 1 - (logit / c)^2, from capped logits; 0 where they are padding."""
-        assert self.softcap is not None, "only capped logits have a slope"
-        return (logits_CV / self.softcap).square_().neg_().add_(1).clamp_(min=0)
+        return None if self.softcap is None else (logits_CV / self.softcap).square_().neg_().add_(1).clamp_(min=0)
 
-    @property
-    def vocab_span(self) -> tuple[int, int]:
-        """Return the range of the padded vocabulary that this rank's logits cover."""
-        return span(self.padded_vocab_size, self.plan.y_layout[1], self.comm.mesh)
-
-    @property
+    @cached_property
     def shard(self) -> VocabShard:
-        """Return the shard of the vocabulary that this rank's logits cover."""
-        low, high = self.vocab_span
-        return VocabShard(low, high, self.plan.y_layout[1], self.comm)
+        """Shard of the vocabulary that this rank's logits cover."""
+        axes = self.plan.y_layout[1]
+        return VocabShard(*span(self.padded_vocab_size, axes, self.comm.mesh), axes, self.comm)
 
     def chunks(self, x_MH: Tensor) -> list[slice]:
         """Return the chunks of the rows of the stored X."""
         low, high = span(self.padded_vocab_size, self.plan.n, self.comm.mesh)
-        token_bytes = (high - low) * _wide(x_MH.dtype).itemsize
-        num_rows = len(x_MH)
+        token_bytes, num_rows = (high - low) * _wide(x_MH.dtype).itemsize, len(x_MH)
         rows = self.chunk.rows(num_rows, token_bytes, self.plan, self.comm.mesh)
         return [slice(start, min(start + rows, num_rows)) for start in range(0, num_rows, rows)]
 
@@ -247,7 +240,7 @@ class _HeadLoss(torch.autograd.Function):
             whole_x = gather(x_MH[chunk], plan.x, X_DIMS, comm).wait()
             labels_C = _chunk_labels(labels_M, chunk, head)
             logits_CV = head.logits(whole_x, whole_w)
-            slope_CV = None if dw is None or head.softcap is None else head.softcap_slope(logits_CV)
+            slope_CV = None if dw is None else head.softcap_slope(logits_CV)
             loss, grad_CV = cross_entropy(logits_CV, labels_C, num_tokens, scale, shard, grad_dtype)
             if grad_CV is not None and slope_CV is not None:
                 grad_CV = grad_CV.mul_(slope_CV)

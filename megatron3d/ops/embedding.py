@@ -22,12 +22,7 @@ W_DIMS = {"K": 0, "N": 1}
 
 
 def embedding(
-    tokens_M: Tensor,
-    w_VH: Tensor,
-    padded_vocab: int,
-    plan: MatmulPlan,
-    comm: Comm,
-    main_grads: MainGrads | None = None,
+    tokens_M: Tensor, w_VH: Tensor, padded_vocab: int, plan: MatmulPlan, comm: Comm, main_grads: MainGrads | None = None
 ) -> Tensor:
     """Return rows of `w_VH` for int64 `tokens_M` (all tokens along `plan.m`), in the plan's Y layout.
 
@@ -108,13 +103,14 @@ class _Embedding(torch.autograd.Function):
         dy = gather_dy(dy_MH, ctx.plan, ctx.comm).wait()
         if absent_M1 is not None:
             dy = dy.masked_fill(absent_M1, 0)
+        unused = (None,) * 4
         if ctx.buffer is not None and not ctx.plan.w:
             _add_rows(ctx.buffer, rows_M, dy)
-            return None, None, None, None, None, None
+            return None, None, *unused
         dw = torch.zeros((ctx.num_rows, dy.shape[1]), dtype=_wide(dy.dtype), device=dy.device)
         dw = dw.index_add_(0, rows_M, dy.to(dw.dtype)).to(dy.dtype)
         dw = reduce(dw, moves(ctx.plan.w), W_DIMS, ctx.comm).wait()
         if ctx.buffer is None:
-            return None, dw, None, None, None, None
+            return None, dw, *unused
         add_gradient(ctx.buffer, dw)
-        return None, None, None, None, None, None
+        return None, None, *unused

@@ -35,11 +35,7 @@ class KeptResults:
 
     def once(self, name: str, find: Callable[[], T]) -> T:
         """Return `find()` in forward, and in the recomputation what it has returned there."""
-        found: T = self._found.pop(name) if name in self._found else self._keep(name, find())
-        return found
-
-    def _keep(self, name: str, found: T) -> T:
-        self._found[name] = found
+        found: T = self._found.pop(name) if name in self._found else self._found.setdefault(name, find())
         return found
 
 

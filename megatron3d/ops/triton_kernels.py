@@ -290,14 +290,7 @@ def weight_grads(x_MH: Tensor, dy_MH: Tensor, mean_scale_CM: Tensor) -> Tensor:
 
 
 def write_input_grad(
-    x_MH: Tensor,
-    dy_MH: Tensor,
-    weight_H: Tensor,
-    mean_scale_CM: Tensor,
-    sums_CM: Tensor,
-    dx_MH: Tensor,
-    *,
-    ranks: int,
+    x_MH: Tensor, dy_MH: Tensor, weight_H: Tensor, mean_scale_CM: Tensor, sums_CM: Tensor, dx_MH: Tensor, *, ranks: int
 ) -> None:
     """Write dX from the sums over all features, which `ranks` ranks hold."""
     num_tokens, features = x_MH.shape

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from megatron3d.comm.interface import Comm, Pending
 from megatron3d.linear.main_grad import MainGrads, WgradQueue
-from megatron3d.linear.matmul import linear
 from megatron3d.parallel.links import Link
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Axes, Mesh
@@ -23,6 +22,7 @@ from megatron3d.pipeline.actions import Action, ActionKind, Schedule, completed_
 from megatron3d.pipeline.engine import ActivationTransfer, Engine, Observer, no_observer
 from megatron3d.pipeline.lower import lower
 from tests.support.dependencies import dependencies
+from tests.support.matmuls import linear
 from tests.support.shards import normal
 from tests.support.turn_ranks import make_comm, run_turns
 

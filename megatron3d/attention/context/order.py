@@ -64,13 +64,10 @@ class ChunkOrder:
     def scattered(self, whole: Tensor) -> Tensor:
         length = whole.shape[2] // self._num_ranks
         by_rank = whole.new_empty((self._num_ranks, *whole.shape[:2], length, *whole.shape[3:]))
-        for part, (_, rank, rows) in zip(whole.split(self._sizes, dim=2), self._places, strict=True):
+        sizes = [high - low for (low, high), _, _ in self._places]
+        for part, (_, rank, rows) in zip(whole.split(sizes, dim=2), self._places, strict=True):
             by_rank[rank, :, :, rows] = part
         return by_rank
-
-    @property
-    def _sizes(self) -> list[int]:
-        return [high - low for (low, high), _, _ in self._places]
 
 
 @dataclass(frozen=True)

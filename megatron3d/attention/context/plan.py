@@ -137,10 +137,7 @@ ZIGZAG, DOCUMENTS = LOAD_BALANCERS = ("zigzag", "documents")
 
 
 def with_context(
-    mode: Mode,
-    axes: tuple[tuple[str, int], ...],
-    exchange: str = CONTEXT_EXCHANGES[0],
-    load_balancer: str = ZIGZAG,
+    mode: Mode, axes: tuple[tuple[str, int], ...], exchange: str = CONTEXT_EXCHANGES[0], load_balancer: str = ZIGZAG
 ) -> Mode:
     """Return a mode whose tokens are split over context axes as well, behind the axes that split sequences.
 
@@ -488,6 +485,7 @@ def gathered_pairs(
     return GatheredPairs(tuple(own), tuple(others), chunks)
 
 
+@lru_cache(maxsize=256)
 def scores_computed(
     exchange: str,
     order: TokenOrder,
@@ -505,33 +503,17 @@ def scores_computed(
     Kernels, which take at most `longest` queries at once, are counted whole where they are causal or masked.  Ranks
     that exchange heads have a share of them.
     """
-    if window is not None or longest is not None or starts is not None:
-        return _scores_of_pairs(exchange, order, seq_length, backward, window=window, longest=longest, starts=starts)
-    # Of 2 o chunks over o ranks, a rank's own two are computed as one causal pair, but in a ring's backward each alone.
-    over = order.context if exchange == GATHER else ring_axes(exchange, order.context)
-    ranks, shared = (order.mesh.size(axes) for axes in (over, head_axes(exchange, order.context)))
-    chunks = 2 * ranks + (1 if backward and exchange != GATHER else 2)
-    return Fraction(chunks * (seq_length // 2 // ranks) ** 2, shared)
-
-
-@lru_cache(maxsize=256)
-def _scores_of_pairs(
-    exchange: str,
-    order: TokenOrder,
-    seq_length: int,
-    backward: bool,
-    *,
-    window: int | None,
-    longest: int | None,
-    starts: Starts,
-) -> Fraction:
-    """Return the scores of the pairs that a window and documents leave, the mean over the sequences of `starts`."""
+    shared = order.mesh.size(head_axes(exchange, order.context))
+    if window is None and longest is None and starts is None:
+        # Of 2 o chunks over o ranks, a rank's own two are one causal pair, but in a ring's backward each alone.
+        ranks = order.mesh.size(order.context if exchange == GATHER else ring_axes(exchange, order.context))
+        chunks = 2 * ranks + (1 if backward and exchange != GATHER else 2)
+        return Fraction(chunks * (seq_length // 2 // ranks) ** 2, shared)
     count = len(starts or ((),))
     if exchange == GATHER:
         found = gathered_pairs(order, seq_length, starts, window)
         return Fraction(num_pair_scores((*found.own, *found.others), longest), count)
     plan = exchange_ring(exchange, order, seq_length, starts, window)
     own = plan.own_parts if backward else (plan.own,)
-    every = (*own, *(step.pairs for step in plan.steps))
-    scores = sum(num_pair_scores(each, longest) for each in every)
-    return Fraction(scores, count * order.mesh.size(head_axes(exchange, order.context)))
+    scores = sum(num_pair_scores(each, longest) for each in (*own, *(step.pairs for step in plan.steps)))
+    return Fraction(scores, count * shared)

@@ -19,7 +19,6 @@ from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
 from megatron3d.data.loader import BatchLoader
-from megatron3d.linear.matmul import linear
 from megatron3d.parallel.layout import box, box_shape
 from megatron3d.parallel.matmul_plan import MatmulPlan, Traffic, crossing, traffic
 from megatron3d.parallel.mesh import Mesh
@@ -31,6 +30,7 @@ from megatron3d.pipeline.simulate import peak_activations
 from megatron3d.train.state import TrainState, build_state
 from megatron3d.train.step import StepSettings, evaluate, train_step
 from megatron3d.verify.layouts import RandomSamples
+from tests.support.matmuls import linear
 from tests.support.shards import plan_comm, pretended_world
 from tests.support.toy_pipeline import HIDDEN, ToyPipeline, process_comm
 from tests.support.turn_ranks import connect, run_turns

@@ -26,13 +26,14 @@ from megatron3d.linear.gemm import (
     put_product,
     uses_onednn,
 )
-from megatron3d.linear.matmul import Matmul, linear
+from megatron3d.linear.matmul import Matmul
 from megatron3d.model.gpt import GPT
 from megatron3d.model.stage_plan import StageAssignment, make_stages
 from megatron3d.ops.plan import LossChunk
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.modes import MODES, build_mode
+from tests.support.matmuls import linear
 from tests.support.shards import every_group
 from tests.support.turn_ranks import run_turns
 from tests.unit.linear.test_matmul import cases, errors

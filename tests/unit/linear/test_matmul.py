@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron3d.comm.interface import Comm, Pending
-from megatron3d.linear.matmul import Matmul, linear
+from megatron3d.linear.matmul import Matmul
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Axes, Mesh
 from megatron3d.parallel.modes import MODES, build_mode
+from tests.support.matmuls import linear
 from tests.support.shards import cut, error, every_group, normal, plan_comm, pretended_world
 from tests.support.turn_ranks import run_turns
 

@@ -86,15 +86,11 @@ def test_a_forgotten_wait_is_caught(monkeypatch: pytest.MonkeyPatch, forgotten: 
         streams.append(LateStream())
         return streams[-1]
 
-    class Nothing:
-        def hold_compute(self) -> None: ...
-        def wait(self) -> None: ...
-
     run = LateStream.run
 
     def forget(stream: LateStream, work: Callable[[], None]) -> SideWork:
         done = run(stream, work)
-        return Nothing() if stream is streams[("departure", "arrival").index(forgotten)] else done
+        return SideWork() if stream is streams[("departure", "arrival").index(forgotten)] else done
 
     monkeypatch.setattr(LateStream, "run", forget)
     assert any(grad.isnan().any() for grad in gradients(ActivationOffload(make)))
