@@ -156,20 +156,28 @@ KernelOf = Callable[[Pair], PairKernel]
 
 
 class PlainKernel:
-    """Plain matmuls: for any device and dtype, with the scores of one pair, capped at `softcap`, in memory."""
+    """Plain matmuls: for any device and dtype, with the scores of one pair, capped at `softcap`, in memory.
 
-    def __init__(self, softcap: float | None = None) -> None:
-        self._softcap = softcap
+    Args:
+        keep_BNLT: makes the mask of weights that dropout at a `rate` keeps; None: there is no dropout.
+    """
+
+    def __init__(
+        self, softcap: float | None = None, keep_BNLT: Callable[[torch.device], Tensor] | None = None, rate: float = 0.0
+    ) -> None:
+        self._softcap, self._keep, self._rate = softcap, keep_BNLT, rate
 
     def forward(self, pair: PairInputs) -> tuple[Tensor, Tensor]:
         scores = _scores(pair, self._softcap)
         lse = scores.logsumexp(-1)
         weights = (scores - lse.unsqueeze(-1)).exp().nan_to_num_(0.0).to(pair.q_BNLD.dtype)
-        return (self.dropped(weights) @ pair.v_BGTD.unsqueeze(2)).flatten(1, 2), lse.flatten(1, 2)
+        return (self._dropped(weights) @ pair.v_BGTD.unsqueeze(2)).flatten(1, 2), lse.flatten(1, 2)
 
-    def dropped(self, weights: Tensor) -> Tensor:
-        """Return weights or their gradients after dropout, of which there is none here."""
-        return weights
+    def _dropped(self, weights: Tensor) -> Tensor:
+        """Return weights or their gradients after dropout."""
+        if self._keep is None:
+            return weights
+        return dropout(weights, self._keep(weights.device).unflatten(1, weights.shape[1:3]), self._rate)
 
     def backward(self, pair: PairInputs, dy_BNLD: Tensor, merged: tuple[Tensor, Tensor]) -> Grads:
         q_BNLD, k_BGTD, v_BGTD, *_ = pair
@@ -179,12 +187,12 @@ class PlainKernel:
         weights = (scores - lse.unflatten(1, groups).unsqueeze(-1)).exp()
         delta = (dy_BNLD.to(weights.dtype) * out).sum(-1, keepdim=True).unflatten(1, groups)
         q, dy = (t.unflatten(1, groups) for t in (q_BNLD, dy_BNLD))
-        dweights = self.dropped(dy @ v_BGTD.unsqueeze(2).mT)
+        dweights = self._dropped(dy @ v_BGTD.unsqueeze(2).mT)
         dscores = weights * (dweights - delta)
         if self._softcap is not None:
             dscores *= cap_slope(scores, self._softcap)
         dscores = dscores.to(q.dtype) * q.shape[-1] ** -0.5
-        dv = (self.dropped(weights).to(dy.dtype).mT @ dy).sum(2)
+        dv = (self._dropped(weights).to(dy.dtype).mT @ dy).sum(2)
         return Grads((dscores @ k_BGTD.unsqueeze(2)).flatten(1, 2), (dscores.mT @ q).sum(2), dv)
 
 
@@ -411,18 +419,6 @@ class InPieces:
             yield PairInputs(q_BNLD[queries], k_BGTD[keys], v_BGTD[keys], False, mask), queries, keys
 
 
-class DroppedKernel(PlainKernel):
-    """Plain matmuls with dropout of the weights by `keep_BNLT`."""
-
-    def __init__(self, softcap: float | None, keep_BNLT: Callable[[torch.device], Tensor], rate: float) -> None:
-        super().__init__(softcap)
-        self._keep, self._rate = keep_BNLT, rate
-
-    def dropped(self, weights: Tensor) -> Tensor:
-        keep = self._keep(weights.device).unflatten(1, weights.shape[1:3])
-        return dropout(weights, keep, self._rate)
-
-
 @dataclass(frozen=True)
 class DroppedPairs:
     """Kernels of the pairs of one rank of a ring.
@@ -447,12 +443,7 @@ class DroppedPairs:
     def of(self, heads: Span, behind: int) -> Callable[[Pair], PairKernel]:
         """Return the kernel of each pair of these heads of this rank with the keys of the rank `behind` places back."""
         first, last = (self.first_head + head for head in heads)
-
-        def kernel(pair: Pair) -> PairKernel:
-            keep = partial(self._keep, pair, (first, last), behind)
-            return DroppedKernel(self.softcap, keep, self.drop.rate)
-
-        return kernel
+        return lambda pair: PlainKernel(self.softcap, partial(self._keep, pair, (first, last), behind), self.drop.rate)
 
     def _keep(self, pair: Pair, heads: Span, behind: int, device: torch.device) -> Tensor:
         """Return bool [B, N, L, T] of a pair with the keys of the rank `behind` places back."""

@@ -15,7 +15,6 @@ E experts.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -43,23 +42,14 @@ class RowMove(NamedTuple):
 
 def gathering(axes: Axes, comm: Comm) -> RowMove:
     """Return the move of all ranks' rows to each; gradients are summed over the ranks."""
-
-    def gather(x: Tensor) -> Pending:
-        return comm.all_gather(x, axes, 0)
-
-    def reduce(x: Tensor) -> Pending:
-        return comm.reduce_scatter(x, axes, 0)
-
-    return RowMove(gather, reduce)
+    return RowMove(lambda x: comm.all_gather(x, axes, 0), lambda x: comm.reduce_scatter(x, axes, 0))
 
 
 def exchanging(sent: Counts, received: Counts, axes: Axes, comm: Comm) -> RowMove:
     """Return the move of the next `sent[i]` rows to the i-th rank, of which `received[i]` come."""
-
-    def exchange(x: Tensor, there: Counts, here: Counts) -> Pending:
-        return comm.all_to_all_rows(x, there, here, axes)
-
-    return RowMove(partial(exchange, there=sent, here=received), partial(exchange, there=received, here=sent))
+    return RowMove(
+        lambda x: comm.all_to_all_rows(x, sent, received, axes), lambda x: comm.all_to_all_rows(x, received, sent, axes)
+    )
 
 
 class _Flight:

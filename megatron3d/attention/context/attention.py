@@ -310,7 +310,7 @@ def cached_context_attention(
     out, lse = kernel.forward(PairInputs(q_BNWD, k_BGTD, v_BGTD, False, mask_BWT[:, None, None]))
     out_BNLD, lse_BNL = _merged(torch.cat((out.to(lse.dtype), lse.unsqueeze(-1)), dim=-1), at)
     y_BNLD, _ = add_sink(out_BNLD, lse_BNL, at.softmax.sink_N)
-    return y_BNLD.to(q_BLND.dtype).transpose(1, 2).flatten(0, 1).flatten(1)
+    return _by_token(y_BNLD.to(q_BLND.dtype))
 
 
 def _merged(parts: Tensor, at: ContextAttention) -> tuple[Tensor, Tensor]:
