@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from megatron3d.attention.context.plan import Chunks
-from megatron3d.attention.plan import LONGEST, Kind, Pair, Span
+from megatron3d.attention.plan import LONGEST, HeadSplit, Kind, Pair, Span
 from megatron3d.ops.dropout import dropout, keep_mask
 
 VANILLA = "vanilla"
@@ -130,8 +130,12 @@ class Grads(NamedTuple):
 
 
 class PairInputs(NamedTuple):
-    """Queries, keys and values of a pair, and which keys a query sees: where the mask is True, or up to itself where
-    `is_causal`, or all."""
+    """Queries, keys and values of a pair, and which keys a query sees.
+
+    Attributes:
+        is_causal: it sees those up to itself.
+        mask_LT: True where it sees a key; None: everywhere, or up to itself.
+    """
 
     q_BNLD: Tensor
     k_BGTD: Tensor
@@ -424,8 +428,7 @@ class DroppedPairs:
     """Kernels of the pairs of one rank of a ring.
 
     Attributes:
-        num_heads: query heads of the whole model.
-        first_head: the first query head of this rank.
+        heads: of this rank.
         num_sequences: sequences of this rank.
         chunks: positions of each rank of the ring, of each sequence, or once for all.
         place: this rank's place in the ring.
@@ -433,8 +436,7 @@ class DroppedPairs:
 
     drop: Drop
     softcap: float | None
-    num_heads: int
-    first_head: int
+    heads: HeadSplit
     num_sequences: int
     seq_length: int
     chunks: tuple[Chunks, ...]
@@ -442,7 +444,7 @@ class DroppedPairs:
 
     def of(self, heads: Span, behind: int) -> Callable[[Pair], PairKernel]:
         """Return the kernel of each pair of these heads of this rank with the keys of the rank `behind` places back."""
-        first, last = (self.first_head + head for head in heads)
+        first, last = (self.heads.query_span[0] + head for head in heads)
         return lambda pair: PlainKernel(self.softcap, partial(self._keep, pair, (first, last), behind), self.drop.rate)
 
     def _keep(self, pair: Pair, heads: Span, behind: int, device: torch.device) -> Tensor:
@@ -451,7 +453,7 @@ class DroppedPairs:
         held = self.chunks[sequences[0] % len(self.chunks)]
         queries = _positions(held[self.place], pair.queries, device)
         keys = _positions(held[self.place - behind], pair.keys, device)
-        return self.drop.keep(sequences, (heads, self.num_heads), self.seq_length, queries, keys)
+        return self.drop.keep(sequences, (heads, self.heads.num_heads), self.seq_length, queries, keys)
 
 
 def _positions(chunks: Sequence[Span], rows: Span, device: torch.device) -> Tensor:

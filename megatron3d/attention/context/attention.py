@@ -258,24 +258,13 @@ def _ring_and_heads(exchange: str, at: ContextAttention, num_sequences: int) -> 
     ring, heads = ring_axes(exchange, context), head_axes(exchange, context)
     plan = exchange_ring(exchange, at.order, at.seq_length, starts, at.visible.window)
     place, num_inner = comm.mesh.index(ring), comm.mesh.size(heads)
-    num_groups = len(at.heads.group_of_query)
-    if at.heads.are_even:
-        num_groups = at.heads.group_span[1] - at.heads.group_span[0]
-    dropped = None
+    num_heads, (first, last) = len(at.heads.group_of_query), at.heads.group_span
+    num_groups, dropped = last - first if at.heads.are_even else num_heads, None
     if at.drop is not None:
         chunks = tuple(held_chunks(at.order, at.seq_length, num_inner, each) for each in starts or ((),))
-        dropped = DroppedPairs(
-            at.drop,
-            softcap=at.softmax.softcap,
-            num_heads=at.heads.num_heads,
-            first_head=at.heads.query_span[0],
-            num_sequences=num_sequences,
-            seq_length=at.seq_length,
-            chunks=chunks,
-            place=place,
-        )
+        softcap, length = at.softmax.softcap, at.seq_length
+        dropped = DroppedPairs(at.drop, softcap, at.heads, num_sequences, length, chunks=chunks, place=place)
         plan = plan if at.seq_length <= DROPOUT_ROWS else plan.in_pieces(DROPOUT_PIECE)
-    num_heads = len(at.heads.group_of_query)
     if not heads:
         return Ring(num_heads, num_groups, plan, ring, comm, dropped=dropped)
     moved = HeadExchange(at.positions(place * num_inner, num_inner), heads, comm)

@@ -167,8 +167,7 @@ class Ring(Exchange):
         return merged.result()
 
     def _kernels(self, part: HeadPart, behind: int) -> KernelOf | None:
-        """Return the kernels of a part's pairs with keys of the rank that many places back; None: those without
-        dropout."""
+        """Return the kernels of a part's pairs with keys of the rank `behind` places back; None: no dropout."""
         return self._dropped.of(self.heads(part), behind) if self._dropped else None
 
     def kept_output(self, part: HeadPart, y: Tensor, y_BNLD: Tensor) -> Tensor:
