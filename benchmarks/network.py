@@ -22,9 +22,8 @@ from torch import Tensor
 
 from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.forecast.time.hardware import Cluster, Network, load_cluster
-from megatron3d.parallel.links import Link
 from megatron3d.parallel.matmul_plan import Traffic
-from megatron3d.parallel.mesh import Axes, Mesh
+from megatron3d.parallel.mesh import Axes, Link, Mesh
 from megatron3d.runtime import process
 
 SIZES_MIB = (1, 16, 256)

@@ -26,7 +26,6 @@ from megatron3d.forecast.search.problem import SPARE, PlanningProblem, Predicted
 from megatron3d.forecast.search.report import (
     compare_plans,
     explain_plan,
-    layout_labels,
     nearby_table,
     result_table,
     scaling_table,
@@ -226,7 +225,7 @@ def draw(
         widths = [each.get(kind, 0.0) for each in every]
         bars.barh(range(len(plans)), widths, left=left, label=kind)
         left = [start + width for start, width in zip(left, widths, strict=True)]
-    bars.set_yticks(range(len(plans)), layout_labels(plans), fontsize=6)
+    bars.set_yticks(range(len(plans)), [str(plan.layout).replace(", ", "\n") for plan in plans], fontsize=6)
     bars.invert_yaxis()
     bars.set_xlabel("seconds of a step")
     bars.legend(fontsize=7)

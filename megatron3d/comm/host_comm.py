@@ -1,12 +1,8 @@
-"""`Comm` that moves tensors through host memory, and one that reads and writes them as late as NCCL may.
-
-`Comm` that moves tensors through host memory: for ranks that share a GPU, which NCCL refuses.
+"""`Comm` through host memory, for ranks that share a GPU, which NCCL refuses; and one that is as late as NCCL may be.
 
     GPU tensor -> copy in host memory -> collective of another `Comm`, over gloo -> GPU tensor
 
-It is slow and overlaps nothing; its numbers are those of the other `Comm`.
-
-`Comm` through host memory that reads and writes as late as NCCL may: a missing wait gives wrong numbers.
+It is slow and overlaps nothing; its numbers are those of the other `Comm`.  `LaggingComm` makes a missing wait visible:
 
     compute stream    start | later kernels ...................... | wait: reads the result
     side stream             | sleeps | reads the input, poisons the output
@@ -27,8 +23,7 @@ from torch import Tensor
 
 from megatron3d.comm import matmul_rounds
 from megatron3d.comm.interface import Comm, Counts, GatheredProduct, Pending, PutProduct, completed
-from megatron3d.parallel.links import Link
-from megatron3d.parallel.mesh import Axes, Mesh
+from megatron3d.parallel.mesh import Axes, Link, Mesh
 
 # Starts a collective on a tensor in host memory.
 Start = Callable[[Tensor], Pending]

@@ -12,8 +12,7 @@ from typing import Any, Generic, NamedTuple, Protocol
 from torch import Tensor
 from typing_extensions import TypeVar  # with defaults, which typing has from Python 3.13 on
 
-from megatron3d.parallel.links import Link
-from megatron3d.parallel.mesh import Axes, Mesh
+from megatron3d.parallel.mesh import Axes, Link, Mesh
 
 # Writes a b^T into the first tensor [M, N], of a [M, K] and b [N, K].
 PutProduct = Callable[[Tensor, Tensor, Tensor], None]

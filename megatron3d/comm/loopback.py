@@ -17,8 +17,7 @@ from torch import Tensor
 
 from megatron3d.comm import matmul_rounds
 from megatron3d.comm.interface import Counts, GatheredProduct, Pending, PutProduct, completed
-from megatron3d.parallel.links import Link
-from megatron3d.parallel.mesh import Axes, Mesh
+from megatron3d.parallel.mesh import Axes, Link, Mesh
 
 
 class LoopbackComm:

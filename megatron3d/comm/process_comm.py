@@ -1,14 +1,8 @@
 """`Comm` over torch.distributed, in process groups of mesh axes and of point-to-point links.
 
 Only modules of this package and of the runtime import torch.distributed.  Sizes are checked here, since not every
-backend does.
-
-Collectives over all ranks as collectives over parts of the mesh's axes, one after another.
-
-    4 x 8 x 2 ranks:    over all 64    =    over data, then over pipeline, then over t
-
-The parts have groups already, since training communicates over them.  A group of all ranks would be one communicator
-more, with connections to every rank and its own memory on every GPU, for a few numbers per step.
+backend does.  A collective over all ranks runs over parts of the mesh's axes, one after another: a group of all ranks
+would be one communicator more, with its own memory on every GPU, for a few numbers per step.
 """
 
 from __future__ import annotations
@@ -23,12 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron3d.comm import matmul_rounds, symmetric_memory
+from megatron3d.comm import matmul_rounds
 from megatron3d.comm.interface import Comm, Counts, GatheredProduct, Pending, PutProduct, completed
 from megatron3d.comm.objects import GroupObjects, store_objects
 from megatron3d.comm.process_groups import CollectiveLog, ProcessGroups, current_device
-from megatron3d.parallel.links import Link
-from megatron3d.parallel.mesh import Axes, Mesh, disjoint_cover
+from megatron3d.parallel.mesh import Axes, Link, Mesh, disjoint_cover
 from megatron3d.runtime.machine import CPU_BACKEND, GPU_BACKEND
 
 
@@ -332,12 +325,12 @@ class ProcessComm:
 
     def all_gather_matmul(self, a_MK: Tensor, b_NK: Tensor, axes: Axes, put: PutProduct) -> GatheredProduct:
         if shared := self._symmetric(a_MK.device, axes, "all_gather_matmul"):
-            return symmetric_memory.all_gather_matmul(a_MK, b_NK, shared)
+            return matmul_rounds.fused_all_gather_matmul(a_MK, b_NK, shared)
         return matmul_rounds.all_gather_matmul(self, a_MK, b_NK, axes, put)
 
     def matmul_reduce_scatter(self, a_MK: Tensor, b_NK: Tensor, axes: Axes, dim: int, put: PutProduct) -> Pending:
         if shared := self._symmetric(a_MK.device, axes, "matmul_reduce_scatter"):
-            return completed(symmetric_memory.matmul_reduce_scatter(a_MK, b_NK, dim, shared))
+            return completed(matmul_rounds.fused_matmul_reduce_scatter(a_MK, b_NK, dim, shared))
         return matmul_rounds.matmul_reduce_scatter(self, a_MK, b_NK, axes, dim, put)
 
     def _symmetric(self, device: torch.device, axes: Axes, what: str) -> dist.ProcessGroup | None:
@@ -345,8 +338,8 @@ class ProcessComm:
         if self._backend != GPU_BACKEND or self._order(axes) is not None:
             return None
         if axes not in self._shared:
-            votes = torch.tensor(symmetric_memory.votes(device), device=device)
-            self._shared[axes] = symmetric_memory.is_shared(self.all_reduce(votes, axes, "max").wait().tolist())
+            votes = torch.tensor(matmul_rounds.votes(device), device=device)
+            self._shared[axes] = matmul_rounds.is_shared(self.all_reduce(votes, axes, "max").wait().tolist())
         if not self._shared[axes]:
             return None
         group, _ = self._group(axes, what)

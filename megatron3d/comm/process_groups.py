@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron3d.parallel.links import Link, matchings
-from megatron3d.parallel.mesh import Axes, Mesh
+from megatron3d.parallel.mesh import Axes, Link, Mesh, matchings
 from megatron3d.runtime.heartbeat import CollectiveStatus, GroupStatus
 from megatron3d.runtime.machine import GPU_BACKEND
 

@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from megatron3d.comm.interface import Comm, Counts, GatheredProduct, Pending, PutProduct
-from megatron3d.parallel.links import Link
 from megatron3d.parallel.matmul_plan import Traffic
-from megatron3d.parallel.mesh import Axes, Mesh
+from megatron3d.parallel.mesh import Axes, Link, Mesh
 
 
 class RecordedCall(NamedTuple):

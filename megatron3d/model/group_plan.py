@@ -10,9 +10,8 @@ from megatron3d.model.param_spec import param_specs, shares_embedding
 from megatron3d.model.spec import Architecture, pattern_length
 from megatron3d.model.stage_plan import StageAssignment
 from megatron3d.ops.plan import dim_changes
-from megatron3d.parallel.links import Link
 from megatron3d.parallel.matmul_plan import MatmulPlan, moves
-from megatron3d.parallel.mesh import DATA, PIPELINE, Axes, Mesh, disjoint_cover
+from megatron3d.parallel.mesh import DATA, PIPELINE, Axes, Link, Mesh, disjoint_cover
 from megatron3d.parallel.modes.mode import Mode
 
 

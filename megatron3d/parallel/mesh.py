@@ -1,4 +1,4 @@
-"""The grid of ranks: named axes with sizes, and the arithmetic of coordinates and groups on them.
+"""The grid of ranks: named axes with sizes, the arithmetic of coordinates and groups, and point-to-point links.
 
 ranks = arange(world_size).reshape(pipeline, replica, data, *context axes, *tensor axes)   # the last varies fastest
 
@@ -159,3 +159,36 @@ def ranges(ranks: Sequence[int]) -> str:
         else:
             runs.append([rank])
     return ", ".join("-".join(map(str, dict.fromkeys(each))) for each in runs)
+
+
+@dataclass(frozen=True, order=True)
+class Link:
+    """Two ranks that differ along one axis only: their coordinates on it, the smaller first."""
+
+    axis: str
+    low: int
+    high: int
+
+    def __post_init__(self) -> None:
+        assert self.low < self.high, f"a link joins two ranks, not {self}"
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """Coordinates of both ends."""
+        return self.low, self.high
+
+    def ranks(self, mesh: Mesh) -> tuple[int, int]:
+        """Return the global ranks of both ends, given the mesh of either."""
+        line = mesh.ranks((self.axis,))
+        return line[self.low], line[self.high]
+
+
+def matchings(links: Iterable[Link]) -> list[list[Link]]:
+    """Return all links in rounds (greedy matchings): no rank is in two links of one round."""
+    rounds: list[list[Link]] = []
+    for link in sorted(set(links)):
+        free = (r for r in rounds if not any({*link.ends} & {*other.ends} for other in r))
+        if (found := next(free, None)) is None:
+            rounds.append(found := [])
+        found.append(link)
+    return rounds

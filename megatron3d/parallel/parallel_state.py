@@ -33,8 +33,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megatron3d.errors import UserError
-from megatron3d.parallel.links import Link
-from megatron3d.parallel.mesh import DATA, PIPELINE, Axes, Mesh, Sizes
+from megatron3d.parallel.mesh import DATA, PIPELINE, Axes, Link, Mesh, Sizes
 
 REPLICA, SHARD = DATA
 

@@ -28,8 +28,7 @@ from megatron3d.linear.main_grad import WgradQueue
 from megatron3d.model.gpt import GPT
 from megatron3d.model.microbatch import Pass
 from megatron3d.parallel.layout import box, box_shape
-from megatron3d.parallel.links import Link
-from megatron3d.parallel.mesh import PIPELINE, Axes
+from megatron3d.parallel.mesh import PIPELINE, Axes, Link
 from megatron3d.pipeline.actions import (
     RECEIVES,
     SENDS,

@@ -95,13 +95,10 @@ def zb_h1(p: int, m: int) -> Schedule:
     return tuple(_split_backward(r, m, warmup=p - r - 1, delay=r) for r in range(p))
 
 
-def zb_h2(p: int, m: int) -> Schedule:
-    """Return ZB-H1 with more forwards in the warm-up: bubble (p-1)(TF+TB-2TW), up to 2p - 1 microbatches in flight."""
-    return zb_2p(p, m, UNIT_COSTS)
-
-
 def zb_2p(p: int, m: int, costs: Costs) -> Schedule:
     """Return ZB-H2 for given costs: forwards fill the warm-up, deferred weight gradients the cool-down.
+
+    ZB-H2, its form for equal costs, is ZB-H1 with more forwards: bubble (p-1)(TF+TB-2TW), up to 2p - 1 in flight.
 
     Rank r waits p-1-r round trips, each TF+TB and two hops, for its first gradient, and has r left after its last one.
     At most 2p microbatches wait for their backward; the operands of deferred weight gradients are kept in addition.
@@ -152,7 +149,7 @@ SCHEDULES: Mapping[str, ScheduleEntry] = {
     ONE_F_ONE_B: ScheduleEntry(lambda p, m, v, costs: one_f_one_b(p, m), rank_in_loop),
     "interleaved": ScheduleEntry(lambda p, m, v, costs: interleaved(p, m, v), rank_in_loop, 2, None),
     "zb-h1": ScheduleEntry(lambda p, m, v, costs: zb_h1(p, m), rank_in_loop),
-    "zb-h2": ScheduleEntry(lambda p, m, v, costs: zb_h2(p, m), rank_in_loop),
+    "zb-h2": ScheduleEntry(lambda p, m, v, costs: zb_2p(p, m, UNIT_COSTS), rank_in_loop),
     "zb-2p": ScheduleEntry(lambda p, m, v, costs: zb_2p(p, m, costs), rank_in_loop),
     "zb-v": ScheduleEntry(lambda p, m, v, costs: zb_v(p, m), rank_in_v, 2, 2),
 }

@@ -2,11 +2,7 @@
 
 A computation starts when its rank is free and its inputs have arrived: at the end of the computations that produced
 them, plus one hop where these ran on another rank.  Transfers overlap with computation and never wait for each other.
-
-A schedule as one order of its computations that respects all dependencies, to simulate many sets of durations.
-
-The order does not depend on the durations: of each computation it is enough to know its rank, which duration it has,
-and which computation of another rank it waits for.  Its inputs on its own rank came before it.
+The order of an event's inputs does not depend on durations, so one order serves many sets of them.
 """
 
 from __future__ import annotations
@@ -177,7 +173,7 @@ def execution_order(schedule: Schedule) -> ExecutionOrder:
             kind, stage, mb = action
             assert mb is not None, "a computation is of a microbatch"
             number = result = 2 * (mb * num_stages + stage)
-            # As `actions.dependencies` has it: of this rank and microbatch, and of another stage.
+            # Of this rank and microbatch, and of another stage.
             if kind is ActionKind.F:
                 own, other = _NONE, number - 2 if stage else _NONE
             elif kind is ActionKind.W:

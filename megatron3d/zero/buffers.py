@@ -4,18 +4,14 @@
     stage 0   all-reduced                                  replicated, updated by every rank
     stage 1   reduce-scattered after the last microbatch   replicated; updated shards are gathered during the forward
     stage 2   reduce-scattered after each microbatch       as in stage 1
-    stage 3   as in stage 2                                sharded; gathered for a unit's forward and backward
-
-Every collective starts as soon as its input is complete and is waited for when its result is needed.  Gradients are
-summed in fp32 or wider.  (Rajbhandari et al. 2020, arXiv:1910.02054; Zhao et al. 2023, arXiv:2304.11277.)
-
-Hooks that all-gather the parameters of an FSDP unit before its forward and backward, and free them after.
+    stage 3   as in stage 2                                sharded; gathered for an FSDP unit's forward and backward
 
     compute       embedding | layer 0 | layer 1 | norm, head | layer 1 | layer 0     (forward, then backward)
     all-gathers   layer 0   | layer 1 | norm    | layer 1    | layer 0               (prefetch of the next unit)
 
-Hooks are registered on modules and on the tensors between them; the model code does not refer to sharding (Zhao et al.
-2023, arXiv:2304.11277).
+Every collective starts as soon as its input is complete and is waited for when its result is needed.  Gradients are
+summed in fp32 or wider.  Hooks of stage 3 are registered on modules and on the tensors between them; the model code
+does not refer to sharding.  (Rajbhandari et al. 2020, arXiv:1910.02054; Zhao et al. 2023, arXiv:2304.11277.)
 """
 
 from __future__ import annotations

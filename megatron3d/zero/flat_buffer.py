@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from megatron3d.comm.interface import Comm, Pending
 from megatron3d.parallel.layout import ParamSpec
-from megatron3d.parallel.links import Link
-from megatron3d.parallel.mesh import PIPELINE, Axes, Mesh
+from megatron3d.parallel.mesh import PIPELINE, Axes, Link, Mesh
 from megatron3d.parallel.sharding import Sharding
 
 

@@ -22,7 +22,7 @@ from megatron3d.config.validate.rules import check
 from megatron3d.errors import UserError
 from megatron3d.forecast.memory.step_spec import StepSpec, make_step_spec
 from megatron3d.forecast.time.traffic import step_flops, step_traffic
-from megatron3d.parallel.links import Link
+from megatron3d.parallel.mesh import Link
 from megatron3d.parallel.modes import MODES
 from megatron3d.pipeline.lower import lower
 from megatron3d.pipeline.schedules import SCHEDULES

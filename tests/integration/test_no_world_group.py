@@ -18,8 +18,7 @@ from megatron3d.comm.objects import store_objects
 from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.errors import ExitCode
 from megatron3d.metrics.journal import read_journal
-from megatron3d.parallel.links import Link
-from megatron3d.parallel.mesh import Axes, Mesh
+from megatron3d.parallel.mesh import Axes, Link, Mesh
 from tests.support.pool import Pool
 from tests.support.tiny_run import evaluations, in_run, run_as_rank, steps, stored, write_config
 

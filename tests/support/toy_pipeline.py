@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from megatron3d.comm.interface import Comm, Pending
 from megatron3d.linear.main_grad import MainGrads, WgradQueue
-from megatron3d.parallel.links import Link
 from megatron3d.parallel.matmul_plan import MatmulPlan
-from megatron3d.parallel.mesh import Axes, Mesh
+from megatron3d.parallel.mesh import Axes, Link, Mesh
 from megatron3d.pipeline.actions import Action, ActionKind, Schedule, completed_by, stage_to_rank
 from megatron3d.pipeline.engine import ActivationTransfer, Engine, Observer, no_observer
 from megatron3d.pipeline.lower import lower

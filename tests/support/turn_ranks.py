@@ -21,8 +21,7 @@ from megatron3d.comm import matmul_rounds
 from megatron3d.comm.interface import Comm, Counts, GatheredProduct, Pending, PutProduct, completed
 from megatron3d.comm.process_comm import ProcessComm, all_gather_by_parts, all_reduce_by_parts
 from megatron3d.config.run_spec import RunSpec
-from megatron3d.parallel.links import Link
-from megatron3d.parallel.mesh import Axes, Mesh, disjoint_cover
+from megatron3d.parallel.mesh import Axes, Link, Mesh, disjoint_cover
 from tests.support.in_flight import InFlight
 from tests.support.turns import Turns
 

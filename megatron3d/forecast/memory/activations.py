@@ -1,21 +1,13 @@
 """Activations that a rank keeps from forward to backward of a microbatch, each storage once.
 
-    layer   norm | qkv | rotary, attention | proj | dropout | norm | fc1 | activation | fc2 | dropout
+    layer     norm | qkv | rotary, attention | proj | dropout | norm | fc1 | activation | fc2 | dropout
+    experts   router's input and choice | rows of fc1 | activation | input of fc2 | rows that slots are added of
+    mtp       embedding | two norms and linears | layer | norm, LM head        (a module of multi-token prediction)
 
 Shards are kept, never gathered operands (`linear/matmul.py`), so each size follows from a stream's layout.
 A view of a kept tensor, such as v in qkv's output, needs no further memory.  Compare Korthikanti et al. 2022
-(arXiv:2205.05198, section 4); docs/memory.md has both side by side.
-
-Memory of a mixture of experts on one rank, whose load is balanced or a multiple of that.
-
-    kept        router's input and choice | rows of fc1 | activation | input of fc2 | rows that slots are added of
-    transient   rows and their gradients of one step between the router and the combination
-
-Small tensors (a number or a weight per token and expert) count roughly.
-
-Activations that the modules of multi-token prediction keep from forward to backward of a microbatch.
-
-module   embedding | two norms and linears | layer | norm, LM head
+(arXiv:2205.05198, section 4); docs/memory.md has both side by side.  The load of experts is balanced or a multiple of
+that; small tensors (a number or a weight per token and expert) count roughly.
 """
 
 from __future__ import annotations

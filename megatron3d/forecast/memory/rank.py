@@ -1,27 +1,18 @@
-"""Memory of one rank by category, in closed form.
+"""Memory of one rank by category, in closed form; of libraries next to it; and what another framework reserves.
 
     weights + master weights + gradients + optimizer + activations in flight + buffers + largest transient peak
 
 The sum is the peak of all tensors, give or take a layer's activations: the largest transient peak need not coincide
-with most microbatches in flight.  What the allocator holds on top is not included, nor what libraries hold
-outside of it (`library_bytes`).
+with most microbatches in flight.  Outside torch's allocator there are the CUDA context and NCCL's communicators, one
+per process group and direction of a link of the pipeline; the bytes of each stand in `hardware/*.yaml`.
 
-Memory of a GPU that libraries hold outside torch's allocator: the CUDA context, and NCCL's communicators.
-
-    context + communicators x bytes of one         (a communicator per process group and per link of the pipeline)
-
-A link has two communicators, one per direction, but with a quarter of the channels they hold less than one of a group.
-The bytes of one of each stand in `hardware/*.yaml`; no tensor can use them, and no count of tensors shows them.
-
-Memory that the allocator of another framework reserves for its tensors: this framework's, and what it adds.
+Other frameworks reserve more, by terms that are fitted to published runs (`benchmarks/fit/fit_memory.py`):
 
     weights + gradients + optimizer + buffers + (activations + transient peak) x factor
     + logits x bytes + gathered inputs of linears x factor
 
-Other frameworks keep the logits of a whole microbatch, some a second copy of the gradients, and their kernels leave
-more to the allocator.  It cannot use the memory of a gathered input again before the accelerator is done with it, so
-that a host that launches ahead makes it reserve one for each layer.  The terms are fitted to published runs
-(`benchmarks/fit/fit_memory.py`); neutral ones change nothing.
+They keep the logits of a whole microbatch, some a second copy of the gradients.  The memory of a gathered input cannot
+be used again before the accelerator is done with it, so a host that launches ahead reserves one for each layer.
 """
 
 from __future__ import annotations
@@ -427,7 +418,10 @@ def bucket_copies(memory: RankMemory, step: StepSpec, profile: ExecutionProfile)
 
 def num_logits(step: StepSpec) -> int:
     """Return the logits of a microbatch on this rank; none where no stage has the head."""
-    return _logits(step.local) if any(stage.has_head for stage in step.stages) else 0
+    local = step.local
+    tokens, columns = local.mode.expand.on(local.mesh).y_layout
+    size = local.part(local.num_tokens, tokens) * local.part(local.arch.padded_vocab_size, columns)
+    return size if any(stage.has_head for stage in step.stages) else 0
 
 
 def gathered_inputs(step: StepSpec) -> float:
@@ -439,11 +433,8 @@ def gathered_inputs(step: StepSpec) -> float:
         ahead = dict.fromkeys((stage.index for stage in step.stages), 1.0)
     else:
         ahead = {index: max(number - _DONE, 0.0) for index, number in in_flight(step).items()}
-    return sum(ahead[stage.index] * _gathered_by_layers(step.local, stage.layers) for stage in step.stages)
-
-
-def _gathered_by_layers(local: LocalSizes, layers: range) -> int:
-    return sum(count * _gathered(each) for each, count in local.by_kind(layers))
+    kinds = ((ahead[stage.index], step.local.by_kind(stage.layers)) for stage in step.stages)
+    return sum(number * sum(count * _gathered(each) for each, count in layers) for number, layers in kinds)
 
 
 def _gathered(local: LocalSizes) -> int:
@@ -452,12 +443,6 @@ def _gathered(local: LocalSizes) -> int:
         (matmul.x, math.prod(map(local.mesh.sizes.__getitem__, matmul.plan.x))) for matmul in local.matmuls.values()
     )
     return local.itemsize * sum(x * ranks for x, ranks in sizes if ranks > 1)
-
-
-def _logits(local: LocalSizes) -> int:
-    plan = local.mode.expand.on(local.mesh)
-    tokens, columns = plan.y_layout
-    return local.part(local.num_tokens, tokens) * local.part(local.arch.padded_vocab_size, columns)
 
 
 # Pipelines of at most this number of ranks are looked at in full.

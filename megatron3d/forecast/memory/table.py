@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron3d.forecast.memory.activations import worst_load
-from megatron3d.forecast.memory.rank import RankMemory, in_flight, rank_memory, stage_activations
+from megatron3d.forecast.memory.rank import in_flight, rank_memory, stage_activations
 from megatron3d.forecast.memory.step_spec import StepSpec
 from megatron3d.model.param_spec import stage_specs
 from megatron3d.model.stage_plan import Stage
@@ -126,7 +126,8 @@ def memory_table(step: StepSpec, measured: Sequence[int] | None = None) -> list[
     for coord, memory in enumerate(memories):
         cells = [f"{value / size:,.1f}" for value in (*memory.categories.values(), memory.total)]
         found = "-" if measured is None else f"{measured[coord] / size:,.1f}"
-        rows.append((str(coord), *cells, found, largest_peak(memory)))
+        peaks = memory.transient_peaks
+        rows.append((str(coord), *cells, found, max(peaks, key=peaks.__getitem__, default="")))
     return align_columns([header, *rows]) + worst_load_lines(step)
 
 
@@ -147,8 +148,3 @@ def worst_load_lines(step: StepSpec) -> list[str]:
 def _largest(step: StepSpec) -> int:
     """Return the bytes of the pipeline rank that needs most."""
     return max(rank_memory(step.on_pipeline_rank(coord)).total for coord in range(step.pipeline.num_ranks))
-
-
-def largest_peak(memory: RankMemory) -> str:
-    """Return the name of the largest transient peak."""
-    return max(memory.transient_peaks, key=lambda name: memory.transient_peaks[name], default="")

@@ -1,15 +1,11 @@
 """Transient peaks of a rank's memory, on top of what it keeps; they do not coincide.
 
 A gathered operand, and a partial sum before its reduction, are as large as the shard times the number of ranks of the
-collective.  Small tensors (a number per token) are left out.
-
-Transient memory of attention's backward on context ranks.
+collective.  Small tensors (a number per token, or per row of scores) are left out.  The backward of attention on
+context ranks follows the code of `attention/context/exchanges.py`, line by line:
 
     part by part    gradients that have arrived | dy of this part | the largest moment of this part
     at the end      gradients of all parts | the same, heads of a position together
-
-The moments of a part follow the code of `attention/context/exchanges.py`, line by line.  Numbers per row of scores are
-left out.
 
 Letters: q and kv are the elements of queries, and of keys and values together, that a part attends; e and w are the
 bytes of an element in the model's dtype and in fp32 or wider.

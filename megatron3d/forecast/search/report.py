@@ -40,7 +40,7 @@ def result_table(found: SearchResult, problem: PlanningProblem) -> list[str]:
                 f"{problem.tokens_per_s(plan):,.0f}",
                 f"{plan.total_bytes / 2**30:.1f}",
                 *cells,
-                largest_part(plan),
+                next(iter(step.breakdown)),  # the largest part
                 str(plan.layout),
             )
         )
@@ -63,11 +63,6 @@ def places(seconds: Sequence[float]) -> list[int]:
         shared = index > 0 and step_s <= (1 + MATTERS) * seconds[found[-1] - 1]
         found.append(found[-1] if shared else index + 1)
     return found
-
-
-def largest_part(plan: PredictedLayout) -> str:
-    """Return the part of a step that takes most of its time."""
-    return next(iter(plan.step.breakdown))
 
 
 def explain_plan(plan: PredictedLayout, problem: PlanningProblem, num_tokens: float) -> list[str]:
@@ -136,11 +131,6 @@ def scaling_table(speeds: Mapping[int, float]) -> list[str]:
     return align_columns(rows)
 
 
-def layout_labels(plans: Sequence[PredictedLayout]) -> list[str]:
-    """Return a short label of each layout."""
-    return [str(plan.layout).replace(", ", "\n") for plan in plans]
-
-
 # Numbers are nearby up to this relative distance; at most MOST are tried on each side.
 DISTANCE, MOST = 0.25, 2
 
@@ -194,7 +184,11 @@ def nearby_table(problem: PlanningProblem, best: PredictedLayout, found: Sequenc
     """Return the nearby numbers with which each rank is faster, the best first."""
     here = Nearby(problem, best).tokens_per_s_per_rank
     faster = [each for each in found if each.tokens_per_s_per_rank > (1 + MATTERS) * here]
-    tried = ", ".join(_numbers(each.problem) for each in found) or "no other number has a layout that fits"
+    sizes = [(each.problem.num_ranks, each.problem.config.train.global_batch_size) for each in found]
+    tried = (
+        ", ".join(f"{ranks:,} with batch {batch:,}" for ranks, batch in sizes)
+        or "no other number has a layout that fits"
+    )
     if not faster:
         return [f"nearby numbers of ranks and batches: none is more than 1 % faster per rank ({tried})"]
     rows: list[tuple[str, ...]] = [("", "ranks", "batch", "step s", "tokens/s", "per rank", "layout")]
@@ -211,10 +205,6 @@ def nearby_table(problem: PlanningProblem, best: PredictedLayout, found: Sequenc
             )
         )
     return ["nearby numbers of ranks and batches with which each rank is faster:", *align_columns(rows)]
-
-
-def _numbers(problem: PlanningProblem) -> str:
-    return f"{problem.num_ranks:,} with batch {problem.config.train.global_batch_size:,}"
 
 
 def _round_numbers(number: int, step: int) -> list[int]:

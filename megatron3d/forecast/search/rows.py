@@ -37,7 +37,8 @@ def error_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     groups: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for row in rows:
         if row.get("refused") is None and row.get("measured_s") is not None:
-            groups[group_of(row)].append(row)
+            name = row.get("group") or f"{row.get('practice') or 'megatron3d'} on {row['cluster']}"
+            groups[str(name)].append(row)
     if len(groups) > 1:
         groups["all"] = [row for some in list(groups.values()) for row in some]
     refused = Counter(str(row["refused"]) for row in rows if row.get("refused") is not None)
@@ -45,11 +46,6 @@ def error_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     if groups:
         lines += align_columns([HEADER, *(_cells(name, some) for name, some in groups.items())])
     return lines + [f"  {number:>7,}  {reason}" for reason, number in refused.most_common(8)]
-
-
-def group_of(row: Mapping[str, Any]) -> str:
-    """Return a row's `group`, or else its practice and cluster."""
-    return str(row.get("group") or f"{row.get('practice') or 'megatron3d'} on {row['cluster']}")
 
 
 def _cells(name: str, rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:

@@ -5,11 +5,6 @@
 
 In the order of their bounds the step time of layouts is simulated, and the memory of those among the best is predicted,
 until no bound is below the slowest of the layouts to return.
-
-Python's cyclic garbage collector, off while a search runs.
-
-A search keeps millions of small tuples in caches and makes hardly any cycles; the collector would read them all again
-and again, for a quarter of the time.
 """
 
 from __future__ import annotations
@@ -34,7 +29,10 @@ from megatron3d.parallel.modes import MODES
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """While entered, collect no cycles; afterwards do as before."""
+    """While entered, collect no cycles; afterwards do as before.
+
+    A search keeps millions of small tuples in caches, which the collector would read again for a quarter of the time.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,23 +1,16 @@
-"""Accelerators and clusters as the YAML files of `hardware/` describe them.
+"""Accelerators and clusters, from the YAML files of `hardware/`, and the times of their kernels and collectives.
 
-An accelerator has rates of GEMMs and of memory-bound kernels, a cluster has a bandwidth per rank at each level:
-
-    socket 2 ranks  <  node 8 ranks  <  network      a ring leaves each unit of a level by all its members' links
-
-Time of one kernel: a GEMM as waves of tiles over the multiprocessors, any other kernel as bytes over the bandwidth.
-
-    GEMM           max(waves (K + ramp) tile / (share of the peak of a unit), bytes / bandwidth)
-    memory-bound   bytes / bandwidth
-
-The best tile size is assumed, as a library would choose it.  (Williams, Waterman and Patterson 2009 for the roofline;
-"Matrix Multiplication Background User's Guide" of NVIDIA for tiles and waves.)
-
-Time of a collective: latency per step, and bytes over the slowest level that its ring crosses.
-
+    GEMM                 max(waves (K + ramp) tile / (share of the peak of a unit), bytes / bandwidth)
+    other kernels        bytes / bandwidth
     ring over n ranks    steps alpha + sent bytes / min over crossed levels of (members per unit below x link per rank)
 
-Concurrent groups share a node's links; a group with several members in a node leaves it by the links of all of them
-(Thakur, Rabenseifner and Gropp 2005; NCCL's rings).
+A GEMM runs as waves of tiles over the multiprocessors, of the best size, as a library would choose it (Williams,
+Waterman and Patterson 2009 for the roofline; "Matrix Multiplication Background User's Guide" of NVIDIA for tiles and
+waves).
+
+A cluster has a bandwidth per rank at each level, such as socket, node, network.  Concurrent groups share a node's
+links; a group with several members in a node leaves it by the links of all of them (Thakur, Rabenseifner and Gropp
+2005; NCCL).
 """
 
 from __future__ import annotations
@@ -254,7 +247,7 @@ class DeviceModel:
         kernels = self.kernels
         unit = self.peak * kernels.matmul_fraction / kernels.num_units
         compute = min(
-            _waves(math.ceil(m / rows) * math.ceil(n / columns) * batch, kernels.num_units)
+            math.ceil(math.ceil(m / rows) * math.ceil(n / columns) * batch / kernels.num_units)
             * (2 * rows * columns * (k + kernels.ramp_k) / (unit * fraction))
             for rows, columns, fraction in kernels.tiles
         )
@@ -286,10 +279,6 @@ class DeviceModel:
     def comm_tax(self) -> float:
         """Slowdown of computation per second of communication that it overlaps with."""
         return self.kernels.comm_units / self.kernels.num_units + self.fitted.hidden_tax
-
-
-def _waves(num_tiles: float, num_units: int) -> int:
-    return math.ceil(num_tiles / num_units)
 
 
 def device_model(accelerator: Accelerator, precision: str, itemsize: int, slowdown: float = 1.0) -> DeviceModel:

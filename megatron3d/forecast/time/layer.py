@@ -5,20 +5,11 @@
                 W is prefetched during the GEMMs before, dW is reduced during those that follow
 
 With `tp_comm_overlap`, X, Y and dY move in rounds with the GEMM of their matmul where the plan allows.  Communication
-that overlaps with a GEMM takes multiprocessors from it; what is longer than the GEMM is exposed.
+that overlaps with a GEMM takes multiprocessors from it; what is longer than the GEMM is exposed.  Rounds also cost p
+GEMMs of 1/p of the rows or columns, which fill the device less well than one, and a kernel that adds p terms.
 
-Bytes that are copied to concatenate all-gathered shards, and to split a tensor for a reduce-scatter.
-
-A collective delivers shards one after another.  Concatenation along the first dimension needs no copy; along the second
+A collective delivers shards one after another: concatenating along the first dimension needs no copy, along the second
 each element is read and written once more.
-
-Cost of running a collective in rounds with its GEMM (`parallel.tp_comm_overlap`), besides what remains exposed.
-
-all-gather and GEMM         p GEMMs of 1/p of the rows, which fill the device less well than one
-GEMM and reduce-scatter     p GEMMs of 1/p of the rows or columns, and one kernel that adds p terms
-
-Times of what only latent attention has: the norms of its latents, the rotary key of all heads, and up projections
-that are recomputed from the latents.
 """
 
 from __future__ import annotations

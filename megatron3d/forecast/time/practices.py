@@ -1,23 +1,13 @@
-"""Execution profiles of the frameworks whose runs can be predicted, by the names that `practice` takes.
+"""Execution profiles of this framework (`OURS`) and of those whose published runs validate the cost model.
 
-Each number of a profile is counted from the kernels that the framework ran; `ExecutionProfile` defines the fields.
-What cannot be counted is fitted to published runs and stands in `fitted.yaml`, which
-`benchmarks/fit_cost_model.py` writes.
-
-Terms of the cost model that no data sheet gives and no kernel count shows: fitted to published runs.
+Each number of a profile is counted from the kernels that the framework ran.  What no data sheet gives and no kernel
+count shows is fitted to published runs and stands in `fitted.yaml`, which `benchmarks/fit_cost_model.py` writes:
 
     GEMMs, attention, other kernels, bytes on links   x factor
     host time of a layer                              a floor under its kernels
     collective                                        + time of a call, + time of each step of a ring between nodes
     step                                              x (1 + jitter log2(data-parallel ranks))
     memory of activations, of gathered inputs         x factor, + bytes of the logits of a whole microbatch
-
-Neutral values leave a prediction as it is without them.
-
-Execution profile of a framework: the memory-bound kernels around its GEMMs, and which communication it overlaps.
-
-The profile of this framework is `OURS`.  Profiles of frameworks whose published step times validate the cost model
-differ from it in these numbers alone.
 """
 
 from __future__ import annotations
@@ -341,27 +331,21 @@ def practice(name: str, accelerator: str = "") -> ExecutionProfile:
 
 
 def divided_as(spec: RunSpec, profile: ExecutionProfile) -> RunSpec:
-    """Return the run with the stages that a framework makes of its layers, where the run does not give them."""
+    """Return the run with the stages that a framework makes of its layers, unless given, or not divisible."""
     parallel = spec.config.parallel
     is_given = parallel.pipeline_model_parallel_layout is not None or spec.has_schedule_file
     if is_given or profile.stage_division == "balanced" or spec.sizes.pipeline == 1:
         return spec
-    counts = _equal_stages(spec) if profile.stage_division == "equal" else _filled_stages(spec)
-    if counts is None:
+    num_stages = spec.sizes.pipeline * spec.num_virtual_stages
+    if profile.stage_division == "equal":  # as Megatron-LM has them
+        each, rest = divmod(spec.arch.num_layers, num_stages)
+        counts = () if rest else (each,) * num_stages
+    else:
+        counts = filled_stages(spec.arch, num_stages) if spec.num_virtual_stages == 1 else ()
+    if not counts:
         return spec
     changed = parallel.model_copy(update={"pipeline_model_parallel_layout": counts})
     return spec.with_config(spec.config.model_copy(update={"parallel": changed}))
-
-
-def _filled_stages(spec: RunSpec) -> tuple[int, ...] | None:
-    return filled_stages(spec.arch, spec.sizes.pipeline) if spec.num_virtual_stages == 1 else None
-
-
-def _equal_stages(spec: RunSpec) -> tuple[int, ...] | None:
-    """Return as many layers for each stage, as Megatron-LM has them; None where they do not divide."""
-    num_stages = spec.sizes.pipeline * spec.num_virtual_stages
-    part, rest = divmod(spec.arch.num_layers, num_stages)
-    return None if rest else (part,) * num_stages
 
 
 def filled_stages(arch: Architecture, num_stages: int) -> tuple[int, ...]:

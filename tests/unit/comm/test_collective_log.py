@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron3d.comm.process_groups import CollectiveLog
-from megatron3d.parallel.links import Link
-from megatron3d.parallel.mesh import Axes, Mesh
+from megatron3d.parallel.mesh import Axes, Link, Mesh
 from megatron3d.runtime.heartbeat import CollectiveStatus, GroupStatus
 
 AXES = (("pipeline", 2), ("data", 2), ("x", 2))

@@ -16,8 +16,7 @@ from megatron3d.comm.host_comm import HostComm, LaggingComm
 from megatron3d.comm.interface import Comm
 from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.config.run_spec import RunSpec
-from megatron3d.parallel.links import Link
-from megatron3d.parallel.mesh import Mesh
+from megatron3d.parallel.mesh import Link, Mesh
 from megatron3d.train.state import connect as train_connect
 from megatron3d.verify.layouts import StepTrace, trace
 from tests.support.equality import VOCAB_SIZE, wrong

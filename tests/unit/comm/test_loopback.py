@@ -15,8 +15,7 @@ from megatron3d.comm.interface import Comm
 from megatron3d.comm.loopback import LoopbackComm
 from megatron3d.comm.recording import Recorder
 from megatron3d.config.run_spec import RunSpec
-from megatron3d.parallel.links import Link
-from megatron3d.parallel.mesh import Mesh
+from megatron3d.parallel.mesh import Link, Mesh
 from megatron3d.train.state import build_state
 from megatron3d.verify.dry_run import RankDryRun, measure_step, microbatches, run_rank
 from tests.support.equality import FORMS, MODELS, VOCAB_SIZE, configure, tensor_keys

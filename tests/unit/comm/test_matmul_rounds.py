@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as torch_symmetric_memory
 from torch import Tensor
 
-from megatron3d.comm import symmetric_memory
+from megatron3d.comm import matmul_rounds
 from megatron3d.comm.host_comm import HostComm, LaggingComm
 from megatron3d.comm.interface import Comm, Pending
 from megatron3d.comm.loopback import LoopbackComm
@@ -186,11 +186,11 @@ def test_rows_that_are_multiplied_before_they_arrive_are_found(monkeypatch: pyte
 )
 def test_symmetric_memory_is_used_inside_one_node_only(votes: list[list[int]], shared: bool) -> None:
     """Ranks agree by the maximum over the group; without a node's identity nothing is shared."""
-    assert symmetric_memory.is_shared([max(column) for column in zip(*votes, strict=True)]) == shared
+    assert matmul_rounds.is_shared([max(column) for column in zip(*votes, strict=True)]) == shared
 
 
 def test_cpus_share_no_symmetric_memory() -> None:
-    node, minus, cannot = symmetric_memory.votes(torch.device("cpu"))
+    node, minus, cannot = matmul_rounds.votes(torch.device("cpu"))
     assert node == -minus and cannot
 
 
@@ -206,15 +206,15 @@ def wrong_fused(rank: int, world_size: int) -> list[str]:
     comm, (a, b), found = ProcessComm(Mesh((("x", world_size),), rank), [("x",)]), operands(rank), []
     group = dist.distributed_c10d._get_default_group()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(symmetric_memory, "_operators", Fallbacks)
+        patch.setattr(matmul_rounds, "_operators", Fallbacks)
         fused, rounds = (
-            symmetric_memory.all_gather_matmul(a, b, group),
+            matmul_rounds.fused_all_gather_matmul(a, b, group),
             comm.all_gather_matmul(a, b, ("x",), put_product),
         )
         if not torch.equal(fused.rows, rounds.rows) or not error(fused.product, rounds.product) < 1e-14:
             found.append("all_gather_matmul")
         for dim in (0, 1):
-            part = symmetric_memory.matmul_reduce_scatter(a, b, dim, group)
+            part = matmul_rounds.fused_matmul_reduce_scatter(a, b, dim, group)
             if not error(part, comm.matmul_reduce_scatter(a, b, ("x",), dim, put_product).wait()) < 1e-14:
                 found.append(f"matmul_reduce_scatter along {dim}")
     return found
@@ -223,7 +223,7 @@ def wrong_fused(rank: int, world_size: int) -> list[str]:
 def test_fused_operators_are_called_as_torch_declares_them(pool: Pool) -> None:
     """A GPU only replaces the plain forms by kernels; torch declares both alike."""
     assert pool.run(wrong_fused, 2) == [[]] * 2
-    operators = symmetric_memory._operators()
+    operators = matmul_rounds._operators()
     gather, scatter = (
         str(getattr(operators, name).default._schema)
         for name in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")

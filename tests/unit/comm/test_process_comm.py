@@ -20,8 +20,7 @@ from torch import Tensor
 
 from megatron3d.comm.interface import completed
 from megatron3d.comm.process_comm import ProcessComm
-from megatron3d.parallel.links import Link, matchings
-from megatron3d.parallel.mesh import Axes, Mesh
+from megatron3d.parallel.mesh import Axes, Link, Mesh, matchings
 from tests.support.pool import Pool
 from tests.support.turn_ranks import make_comm, run_turns
 

@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.comm.process_groups import AXES_MAX_CTAS, LINK_MAX_CTAS, ProcessGroups
-from megatron3d.parallel.links import Link
-from megatron3d.parallel.mesh import Mesh
+from megatron3d.parallel.mesh import Link, Mesh
 from tests.support.pool import Pool
 from tests.support.shards import pretended_world
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron3d.parallel.links import Link
-from megatron3d.parallel.mesh import Mesh
+from megatron3d.parallel.mesh import Link, Mesh
 from tests.support.turn_ranks import make_comm, run_turns
 
 LINK = Link("x", 0, 1)

@@ -9,8 +9,7 @@ import pytest
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.errors import UserError
-from megatron3d.parallel.links import Link
-from megatron3d.parallel.mesh import DATA
+from megatron3d.parallel.mesh import DATA, Link
 from megatron3d.parallel.parallel_state import REPLICA, SHARD, ParallelSizes, ParallelState
 
 # Pipeline, replicas, shards, sizes of the tensor axes.

@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from megatron3d.parallel.links import Link
-from megatron3d.parallel.mesh import Mesh
+from megatron3d.parallel.mesh import Link, Mesh
 from megatron3d.zero import Buffers, FsdpUnit, Sharding
 from tests.support.fsdp_chain import CPU, MESH, Echo, chain, fill_main, parameters, sharding, spec
 

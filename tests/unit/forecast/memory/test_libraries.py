@@ -24,7 +24,7 @@ from megatron3d.forecast.memory.rank import (
 from megatron3d.forecast.memory.step_spec import make_step_spec
 from megatron3d.forecast.memory.transient_peaks import sdpa_workspace
 from megatron3d.forecast.time.hardware import FOLDER, file_names, load_accelerator
-from megatron3d.parallel.links import Link
+from megatron3d.parallel.mesh import Link
 from megatron3d.pipeline.actions import RECEIVES
 
 MODEL = {"num_layers": 8, "hidden_size": 256, "num_attention_heads": 8, "seq_length": 96, "ffn_hidden_size": 512}

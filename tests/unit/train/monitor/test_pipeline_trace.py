@@ -23,8 +23,7 @@ from torch import Tensor
 from megatron3d.comm.interface import Pending
 from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.errors import ExitCode
-from megatron3d.parallel.links import Link
-from megatron3d.parallel.mesh import Mesh
+from megatron3d.parallel.mesh import Link, Mesh
 from megatron3d.pipeline.actions import Action, ActionKind, Costs, Schedule, parse_action
 from megatron3d.pipeline.engine import ActivationTransfer, Engine
 from megatron3d.pipeline.schedules import SCHEDULES, build_schedule
