@@ -24,7 +24,7 @@ def main() -> int:
     if arguments.check:
         return run_check(arguments, env.world_size, memory_at_worst)
     if arguments.dry_run:
-        from megatron3d.verify.dry_run_program import run_dry
+        from megatron3d.verify.dry_run import run_dry
 
         return run_dry(arguments, env.world_size)
     return pretrain(arguments, env.world_size)

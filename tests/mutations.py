@@ -128,8 +128,8 @@ MUTATIONS = [
     Mutation(
         "buckets count where nothing is reduced",
         "forecast/memory/rank.py",
-        "local.mesh.size(local.mesh.zero) > 1",
-        "local.mesh.size(local.mesh.zero) > 0",
+        "step.local.mesh.size(step.local.mesh.zero) > 1",
+        "step.local.mesh.size(step.local.mesh.zero) > 0",
         ("tests/unit/forecast/memory/test_reserved.py",),
     ),
     Mutation(
@@ -163,7 +163,7 @@ MUTATIONS = [
     Mutation(
         "layouts are refused for memory that counts their transfers twice",
         "forecast/memory/rank.py",
-        "_with_peak(most_kept(self._step), 0)",
+        "_with_peak(max(_held_over_time(self._step, computations)), 0)",
         "_with_peak(sum(peak_activations(self._step)), peak_activations(self._step)[1])",
         ("tests/unit/forecast/memory/test_pipeline_ranks.py",),
     ),

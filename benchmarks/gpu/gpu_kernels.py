@@ -20,9 +20,8 @@ from megatron3d.hardware.devices import NAMES, usable
 from megatron3d.linear.gemm import add_product, product, put_product
 from megatron3d.ops.cross_entropy import LOSS_KERNELS, VocabShard, loss_kernel
 from megatron3d.ops.norm import norm
-from megatron3d.optim.adamw import update_fused
+from megatron3d.optim.adamw import ParamGroup, update_fused
 from megatron3d.optim.rule_spec import RULES
-from megatron3d.optim.update import ParamGroup
 from megatron3d.parallel.mesh import Mesh
 
 BF16 = torch.bfloat16

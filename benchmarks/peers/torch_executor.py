@@ -16,7 +16,7 @@ from megatron3d.model.gpt import GPT
 from megatron3d.model.microbatch import Pass
 from megatron3d.model.stage_plan import Stage
 from megatron3d.pipeline.engine import Observer, no_observer
-from megatron3d.pipeline.spec import Pipeline
+from megatron3d.pipeline.schedules import Pipeline
 
 PEERS: dict[str, type[PipelineScheduleSingle] | type[PipelineScheduleMulti]] = {
     "gpipe": ScheduleGPipe,

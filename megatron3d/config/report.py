@@ -27,9 +27,8 @@ from megatron3d.model.linear_spec import layer_linears
 from megatron3d.model.spec import Architecture
 from megatron3d.model.stage_plan import divide
 from megatron3d.parallel.layout import span
-from megatron3d.pipeline.schedules import FROM_FILE
+from megatron3d.pipeline.schedules import FROM_FILE, Pipeline, stage_flops
 from megatron3d.pipeline.simulate import simulate_durations
-from megatron3d.pipeline.spec import Pipeline, stage_flops
 from megatron3d.runtime.files import write_text
 
 COLUMNS, HEAD = 64, 8

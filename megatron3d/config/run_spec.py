@@ -29,14 +29,13 @@ from megatron3d.model.group_plan import communication_axes, pipeline_links
 from megatron3d.model.spec import CORE_ATTN, UNIFORM, Architecture, Recompute
 from megatron3d.model.stage_plan import divide, make_stages
 from megatron3d.ops.plan import GPU_LOSS_CHUNK, LossChunk
+from megatron3d.parallel.layout import Sharding, bucket_bytes
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.modes import MODES, build_mode
 from megatron3d.parallel.modes.mode import Mode
 from megatron3d.parallel.parallel_state import ParallelSizes, ParallelState
-from megatron3d.parallel.sharding import Sharding, bucket_bytes
 from megatron3d.pipeline.actions import Costs, Schedule, stage_to_rank
-from megatron3d.pipeline.schedules import FROM_FILE, SCHEDULES, build_schedule, load_schedule
-from megatron3d.pipeline.spec import Pipeline, layer_flops
+from megatron3d.pipeline.schedules import FROM_FILE, SCHEDULES, Pipeline, build_schedule, layer_flops, load_schedule
 
 if TYPE_CHECKING:
     from megatron3d.data.packing import Packing

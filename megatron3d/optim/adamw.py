@@ -1,4 +1,4 @@
-"""AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) on flat tensors, as functions with the same signature.
+"""AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) on flat tensors, as functions of one signature, `Update`.
 
     m = b1 m + (1 - b1) g          v = b2 v + (1 - b2) g^2
     w = w - lr (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay w)
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -20,8 +21,34 @@ from torch.optim.adamw import adamw
 
 from megatron3d.config.schema import OptimizerConfig
 from megatron3d.hardware.apex import adam_kernel
-from megatron3d.optim.update import ParamGroup, Update
 from megatron3d.runtime.machine import has_triton
+
+
+@dataclass
+class ParamGroup:
+    """Tensors with the same weight decay; entries of the lists at the same index have the same shape.
+
+    Attributes:
+        states: a list for each state tensor of the rule.
+    """
+
+    weight_decay: float
+    mains: list[Tensor] = field(default_factory=list)
+    grads: list[Tensor] = field(default_factory=list)
+    states: tuple[list[Tensor], ...] = ()
+
+    @property
+    def lists(self) -> tuple[list[Tensor], ...]:
+        """Gradients, master weights and states: the order that apex's kernels take."""
+        return self.grads, self.mains, *self.states
+
+
+# Arguments of an update: group, config, learning rate, number of earlier updates, skipped (a tensor of 0 or 1).  If
+# `skipped` is not 0, nothing changes.
+Update = Callable[[ParamGroup, OptimizerConfig, float, Tensor, Tensor], None]
+# Returns the update of a rule by its configured kernel, given this rank's master weights and state tensors.
+ChooseUpdate = Callable[[OptimizerConfig, Sequence[Tensor], Sequence[Tensor]], Update]
+
 
 # Elements that `update_chunked` updates at once: on a CPU they fit a core's cache, on a GPU they amortize launches.
 CPU_CHUNK, GPU_CHUNK = 2**18, 2**22

@@ -122,6 +122,12 @@ class Traffic(NamedTuple):
     wire_bytes: float
 
 
+def ring(collective: str, axes: Axes, num_bytes: float, mesh: Mesh) -> Traffic:
+    """Return a collective over a ring: all but a rank's part of `num_bytes` is sent, by an all-reduce twice."""
+    ranks = mesh.size(axes)
+    return Traffic(collective, axes, (2 if collective == "all_reduce" else 1) * num_bytes * (ranks - 1) / ranks)
+
+
 class Flows(NamedTuple):
     """Collectives of one matmul by operand; backward all-gathers X and W again, since only shards are saved."""
 
@@ -184,9 +190,8 @@ def _gathers(steps: tuple[Move, ...], whole_bytes: float, mesh: Mesh) -> list[Tr
     """Return the all-gathers that end at `whole_bytes`; the axes that were split last are gathered first."""
     out = []
     for axes, _ in steps:
-        ranks = mesh.size(axes)
-        out.append(Traffic("all_gather", axes, whole_bytes * (ranks - 1) / ranks))
-        whole_bytes /= ranks
+        out.append(ring("all_gather", axes, whole_bytes, mesh))
+        whole_bytes /= mesh.size(axes)
     return out[::-1]
 
 
@@ -194,8 +199,6 @@ def reductions(steps: tuple[Move, ...], whole_bytes: float, mesh: Mesh) -> list[
     """Return successive reductions that start at `whole_bytes`; each reduce-scatter leaves less for the next."""
     out = []
     for axes, dim in steps:
-        ranks = mesh.size(axes)
-        once = whole_bytes * (ranks - 1) / ranks
-        out.append(Traffic("reduce_scatter", axes, once) if dim else Traffic("all_reduce", axes, 2 * once))
-        whole_bytes /= ranks if dim else 1
+        out.append(ring("reduce_scatter" if dim else "all_reduce", axes, whole_bytes, mesh))
+        whole_bytes /= mesh.size(axes) if dim else 1
     return out

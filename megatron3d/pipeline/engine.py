@@ -39,7 +39,7 @@ from megatron3d.pipeline.actions import (
     keep_first_microbatches,
 )
 from megatron3d.pipeline.lower import lower, peer_rank, send_recv_after
-from megatron3d.pipeline.spec import Pipeline
+from megatron3d.pipeline.schedules import Pipeline
 
 Compute = Callable[[int, Tensor | None, int], Tensor]
 # Returns the context manager that is entered around an action or, by a training step, around a phase by its name.

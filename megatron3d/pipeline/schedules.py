@@ -1,5 +1,7 @@
 """Pipeline schedules as data: per rank, the order of its computations, as pure functions of (p, m, v).
 
+The `Pipeline` of a run is its schedule with its stages and the rank that owns each.
+
 p ranks, m microbatches, v virtual stages per rank.  A rank's order is a pattern of (kind, stage): the n-th occurrence
 of a pair is for microbatch n.  A valid schedule stays valid without its last microbatches, so that small m are served
 by a pattern for more.
@@ -19,6 +21,9 @@ from operator import itemgetter
 from pathlib import Path
 
 from megatron3d.errors import UserError
+from megatron3d.model.linear_spec import head_flops_per_token, layer_weights, mtp_linears, weights_of_layer
+from megatron3d.model.spec import Architecture, keys_seen, layer_counts, mean_keys
+from megatron3d.model.stage_plan import Stage, StageAssignment
 from megatron3d.pipeline.actions import (
     UNIT_COSTS,
     Action,
@@ -229,3 +234,42 @@ def load_schedule(path: Path, p: int | None = None, m: int | None = None) -> Sch
 def num_microbatches(schedule: Schedule) -> int:
     """Return the number of microbatches of a valid schedule."""
     return len(set[object]().union(*(map(itemgetter(2), actions) for actions in schedule)))
+
+
+@dataclass(frozen=True)
+class Pipeline(StageAssignment):
+    """Stages and their owners, and `schedule[rank]`: the computations of a pipeline rank in the order it runs them."""
+
+    schedule: Schedule
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether some backward is split into an input gradient and a deferred weight gradient."""
+        return any(action.kind is ActionKind.I for actions in self.schedule for action in actions)
+
+
+def layer_flops(arch: Architecture, layer: int | None = None) -> Mapping[ActionKind, int]:
+    """Return the FLOPs of one layer per token, by kind of computation.
+
+    Forward, input gradient and weight gradient of a linear layer cost the same; the attention core has no weights and
+    costs twice as much backward as forward.
+
+    Args:
+        layer: the layer, with its window and experts; default: the mean over all layers.
+    """
+    seen = mean_keys(arch) if layer is None else keys_seen(arch, layer)
+    linear = 2 * (layer_weights(arch) if layer is None else weights_of_layer(arch, layer))
+    core = round(4 * arch.num_attention_heads * arch.kv_channels * seen)
+    return {ActionKind.F: linear + core, ActionKind.I: linear + 2 * core, ActionKind.W: linear}
+
+
+def stage_flops(arch: Architecture, stage: Stage) -> Mapping[ActionKind, int]:
+    """Return the FLOPs of a stage per token, by kind; the head computes its gradients in the forward, with the loss."""
+    ahead = arch.mtp_num_layers if stage.has_head else 0
+    linears = 2 * ahead * sum(linear.num_weights for linear in mtp_linears(arch).values())
+    flops = dict.fromkeys((ActionKind.F, ActionKind.I, ActionKind.W), linears)
+    for place, number in layer_counts(arch, [*stage.layers, *ahead * [arch.num_layers - 1]]).items():
+        for kind, each in layer_flops(arch, place).items():
+            flops[kind] += number * each
+    head = (1 + ahead) * head_flops_per_token(arch) if stage.has_head else 0
+    return {**flops, ActionKind.F: flops[ActionKind.F] + head, ActionKind.B: flops[ActionKind.I] + flops[ActionKind.W]}

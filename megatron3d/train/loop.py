@@ -18,7 +18,7 @@ from types import TracebackType
 from megatron3d.config.schema import Config, TrainConfig
 from megatron3d.errors import ExitCode
 from megatron3d.metrics.timers import BATCH, EVALUATE, SAVE
-from megatron3d.optim.lr_schedule import learning_rate
+from megatron3d.optim.optimizer import learning_rate
 from megatron3d.runtime.program import StopSignal
 from megatron3d.train.checkpointing import describe, source_of
 from megatron3d.train.monitor.monitor import Monitor

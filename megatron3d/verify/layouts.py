@@ -16,7 +16,7 @@ from megatron3d.config.run_spec import RunSpec
 from megatron3d.data.loader import BatchLoader
 from megatron3d.data.packing import Packing
 from megatron3d.model.router_state import is_first
-from megatron3d.optim.lr_schedule import learning_rate
+from megatron3d.optim.optimizer import learning_rate
 from megatron3d.train.state import TrainState, build_state
 from megatron3d.train.step import StepSettings, evaluate, train_step
 

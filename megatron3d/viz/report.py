@@ -28,8 +28,8 @@ from megatron3d.linear.overlap_plan import ExposedComm
 from megatron3d.metrics.journal import FILE_NAME
 from megatron3d.parallel.mesh import PIPELINE, ranges
 from megatron3d.pipeline.plot import figure
+from megatron3d.pipeline.schedules import stage_flops
 from megatron3d.pipeline.simulate import simulate_durations
-from megatron3d.pipeline.spec import stage_flops
 from megatron3d.train.monitor.monitor import parts_of
 from megatron3d.viz.curves import Rows, draw, draw_load, read_run
 

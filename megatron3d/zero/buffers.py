@@ -26,9 +26,8 @@ from torch import Tensor, nn
 
 from megatron3d.comm.interface import Comm
 from megatron3d.linear.main_grad import MainGrads
-from megatron3d.parallel.layout import ParamSpec
+from megatron3d.parallel.layout import ParamSpec, Sharding
 from megatron3d.parallel.mesh import DATA
-from megatron3d.parallel.sharding import Sharding
 from megatron3d.zero.flat_buffer import FlatBuffer, FsdpUnit, GradReduction, make_flat_buffers
 
 # Backward starts with a norm, whose compute is too short to hide the all-gather of a layer.

@@ -19,9 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron3d.comm.interface import Comm, Pending
-from megatron3d.parallel.layout import ParamSpec
+from megatron3d.parallel.layout import ParamSpec, Sharding
 from megatron3d.parallel.mesh import PIPELINE, Axes, Link, Mesh
-from megatron3d.parallel.sharding import Sharding
 
 
 @dataclass(frozen=True)

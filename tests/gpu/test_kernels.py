@@ -28,8 +28,7 @@ from megatron3d.linear.gemm import product as gemm
 from megatron3d.ops.cross_entropy import LOSS_KERNELS, VocabShard, cross_entropy_
 from megatron3d.ops.embedding import embedding
 from megatron3d.ops.norm import norm
-from megatron3d.optim.adamw import update_chunked, update_fused, update_with_triton
-from megatron3d.optim.update import ParamGroup
+from megatron3d.optim.adamw import ParamGroup, update_chunked, update_fused, update_with_triton
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.runtime.machine import has_triton

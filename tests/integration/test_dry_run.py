@@ -30,13 +30,14 @@ from megatron3d.train.state import build_state, connect
 from megatron3d.verify.dry_run import (
     RankDryRun,
     disagreements,
+    figure,
     measure_step,
     microbatches,
+    run_dry,
     run_rank,
     step_totals,
     with_few_microbatches,
 )
-from megatron3d.verify.dry_run_program import figure, run_dry
 from tests.support.tiny_run import write_config
 
 VOCAB_SIZE = 61

@@ -17,7 +17,7 @@ from megatron3d.config.read import read_config
 from megatron3d.config.schema import Config
 from megatron3d.forecast.search.problem import PlanningProblem
 from megatron3d.forecast.search.search import search
-from megatron3d.verify.dry_run_program import run_dry
+from megatron3d.verify.dry_run import run_dry
 from tools.plan import layout_of
 
 FOLDER = Path(__file__).parents[2] / "configs" / "gpus"

@@ -11,8 +11,7 @@ from megatron3d.attention.context.plan import BOTH, CONTEXT_EXCHANGES
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.forecast.memory.rank import predict_memory
-from megatron3d.verify.dry_run import run_rank, step_totals, with_few_microbatches
-from megatron3d.verify.dry_run_program import dry_run
+from megatron3d.verify.dry_run import dry_run, run_rank, step_totals, with_few_microbatches
 
 VOCAB_SIZE = 32_000
 MODEL: dict[str, Any] = {

@@ -21,7 +21,7 @@ from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
 from megatron3d.data.loader import BatchLoader
-from megatron3d.optim.lr_schedule import learning_rate
+from megatron3d.optim.optimizer import learning_rate
 from megatron3d.parallel.modes import MODES
 from megatron3d.train.checkpointing import load_state, source_of
 from megatron3d.train.state import TrainState, build_state

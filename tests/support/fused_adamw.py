@@ -13,8 +13,7 @@ from torch import Tensor
 
 from megatron3d.config.schema import OptimizerConfig
 from megatron3d.optim import triton_adamw
-from megatron3d.optim.adamw import update_chunked, update_with_triton
-from megatron3d.optim.update import ParamGroup, Update
+from megatron3d.optim.adamw import ParamGroup, Update, update_chunked, update_with_triton
 from tests.support.triton_process import assemble
 
 SIZES = (2500, 0, 1, 1024)

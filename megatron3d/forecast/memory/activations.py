@@ -12,10 +12,10 @@ that; small tensors (a number or a weight per token and expert) count roughly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
-from megatron3d.attention.context.plan import BOTH, GATHER, HEADS, RING, head_axes, key_copies
+from megatron3d.attention.context.plan import GATHER, head_axes, key_copies
 from megatron3d.attention.plan import DROPOUT_ROWS
 from megatron3d.experts.plan import SEQUENCE, Experts, capacity_of
 from megatron3d.forecast.memory.local_sizes import KeptTensor, LocalMatmul, LocalSizes, activation_tensors
@@ -23,14 +23,6 @@ from megatron3d.model.linear_spec import DOWN, FC1, KV_UP, MTP_LINEARS, PROJ, Q_
 from megatron3d.model.spec import CORE_ATTN, MLA_UP_PROJ, NO_RECOMPUTE, LayerRun, layer_counts, rotaries
 from megatron3d.model.stage_plan import Stage
 from megatron3d.parallel.modes.mode import ALLGATHER
-
-
-def latent_projections(local: LocalSizes) -> Iterator[KeptTensor]:
-    """Yield the inputs of the attention core, which are kept where it is recomputed; or of the up projections."""
-    if not local.recompute.recomputes(MLA_UP_PROJ):
-        yield KeptTensor(Q_UP, "output", local.inner(local.num_queries * local.arch.key_size))
-        yield _kv_up_output(local)
-    yield KeptTensor(DOWN, "rotary key", local.inner(local.arch.qk_pos_emb_head_dim))
 
 
 def latent_path(local: LocalSizes, name: str, count: int) -> Iterator[KeptTensor]:
@@ -54,44 +46,26 @@ def _kv_up_output(local: LocalSizes) -> KeptTensor:
 
 
 def kept_by_exchange(local: LocalSizes) -> Mapping[str, int]:
-    """Return the bytes of what attention keeps in the place of its keys and values; with heads, of queries as well."""
-    return _KEPT[local.mode.exchange](local)
+    """Return the bytes of what attention keeps in the place of its keys and values; with heads, of queries as well.
+
+    Of an all-gather these are the keys and values of all ranks; with dropout each head's are apart where groups are
+    uneven.  Where ranks exchange heads, those of keys and values may be copied.
+    """
+    if local.mode.exchange == GATHER:
+        is_apart = local.drops_whole_keys and not local.heads.are_even
+        heads = local.num_queries / local.num_groups if is_apart else 1
+        return {"keys and values gathered": round(local.whole_keys * heads) * local.itemsize}
+    sizes, ranks = local.exchange, local.mesh.size(head_axes(local.mode.exchange, local.mode.context))
+    keys = round(2 * sizes.keys * key_copies(sizes.num_groups, ranks)) * local.itemsize
+    queries = round(sizes.queries) * local.itemsize
+    if keeps_queries(local):
+        return {"keys and values": keys}
+    return {"queries received": queries, "keys and values": keys, "output of these heads": queries}
 
 
 def keeps_queries(local: LocalSizes) -> bool:
     """Return whether attention keeps the queries of this rank's positions, and not those of some heads."""
     return not head_axes(local.mode.exchange, local.mode.context)
-
-
-def _gathered(local: LocalSizes) -> Mapping[str, int]:
-    """Return the keys and values of all ranks; with dropout each head's are apart where groups are uneven."""
-    is_apart = local.drops_whole_keys and not local.heads.are_even
-    heads = local.num_queries / local.num_groups if is_apart else 1
-    return {"keys and values gathered": round(local.whole_keys * heads) * local.itemsize}
-
-
-def _stacked(local: LocalSizes) -> Mapping[str, int]:
-    return {"keys and values": _num_keys(local) * local.itemsize}
-
-
-def _moved_heads(local: LocalSizes) -> Mapping[str, int]:
-    """Return queries as received, keys and values as a ring moves them, and attention's output."""
-    queries, keys = round(local.exchange.queries) * local.itemsize, _num_keys(local) * local.itemsize
-    return {"queries received": queries, "keys and values": keys, "output of these heads": queries}
-
-
-def _num_keys(local: LocalSizes) -> int:
-    """Return the elements of a rank's keys and values, whose heads are copied where ranks exchange heads."""
-    sizes, ranks = local.exchange, local.mesh.size(head_axes(local.mode.exchange, local.mode.context))
-    return round(2 * sizes.keys * key_copies(sizes.num_groups, ranks))
-
-
-_KEPT: Mapping[str, Callable[[LocalSizes], Mapping[str, int]]] = {
-    GATHER: _gathered,
-    RING: _stacked,
-    HEADS: _moved_heads,
-    BOTH: _moved_heads,
-}
 
 
 # Bytes of an index.
@@ -173,14 +147,6 @@ def combination_peak(local: LocalSizes) -> int:
     return local.residual + _sum_bytes(local) + rows * local.arch.hidden_size * local.itemsize
 
 
-def kept_choices(local: LocalSizes, layers: Iterable[int]) -> int:
-    """Return the bytes of the choices of experts that recomputed layers keep."""
-    kinds = ((each, count) for each, count in local.by_kind(layers) if each.experts is not None)
-    has_capacity = local.arch.balance is not None and local.arch.balance.capacity_factor is not None
-    choice = INDEX + has_capacity  # and whether its expert takes it
-    return sum(count * each.home_tokens * each.experts.topk * choice for each, count in kinds if each.experts)
-
-
 def rows_combined(local: LocalSizes, experts: Experts) -> int:
     """Return the rows that this rank adds: those of its experts, or those that return to its tokens."""
     return local.expert_rows if _gathers(local) else local.gathered_tokens * experts.topk
@@ -214,12 +180,9 @@ def _gathers(local: LocalSizes) -> bool:
 
 def _sum_bytes(local: LocalSizes) -> int:
     """Return the bytes of the sum of slots, wide and rounded, which `allgather` has for all ranks' tokens."""
-    tokens = local.gathered_tokens * (local.mesh.size(local.mode.experts) if _gathers(local) else 1)
-    return (
-        tokens
-        * local.arch.hidden_size
-        * (local.wide + local.itemsize * (local.itemsize < local.wide or not _gathers(local)))
-    )
+    gathers = _gathers(local)
+    elements = local.gathered_tokens * (local.mesh.size(local.mode.experts) if gathers else 1) * local.arch.hidden_size
+    return elements * (local.wide + local.itemsize * (local.itemsize < local.wide or not gathers))
 
 
 def total_bytes(items: tuple[KeptTensor, ...]) -> int:
@@ -233,10 +196,16 @@ def layer_activations(local: LocalSizes) -> tuple[KeptTensor, ...]:
 
 
 def run_activations(local: LocalSizes, run: LayerRun) -> int:
-    """Return the bytes kept by a run of layers: with full recomputation its input, when offloaded nothing."""
+    """Return the bytes kept by a run of layers: with full recomputation its input and choices of experts, when
+    offloaded nothing."""
     if run.is_offloaded or not run.layers:
         return 0
-    return local.residual + kept_choices(local, run.layers) if run.is_recomputed else _kept_in(local, run.layers)
+    if not run.is_recomputed:
+        return _kept_in(local, run.layers)
+    has_capacity = local.arch.balance is not None and local.arch.balance.capacity_factor is not None
+    choice = INDEX + has_capacity  # and whether its expert takes it
+    kinds = ((each, each.experts, count) for each, count in local.by_kind(run.layers))
+    return local.residual + sum(n * each.home_tokens * experts.topk * choice for each, experts, n in kinds if experts)
 
 
 def _kept_in(local: LocalSizes, layers: Iterable[int]) -> int:
@@ -270,9 +239,8 @@ def embedding_activations(local: LocalSizes) -> tuple[KeptTensor, ...]:
     plan = local.mode.embed.on(local.mesh)
     read = local.part(local.num_tokens, plan.m)
     items = [KeptTensor("embedding", "rows", read * (INDEX + 1 if plan.k else INDEX))]
-    if (
-        local.arch.position_embedding_type == "learned_absolute" and not local.resets_positions
-    ):  # otherwise it is a view of a kept tensor
+    # Positions that restart are a view of a kept tensor.
+    if local.arch.position_embedding_type == "learned_absolute" and not local.resets_positions:
         items.append(KeptTensor("embedding", "positions", local.tokens * INDEX))
     return (*items, *dropout_mask(local, "embedding_dropout"))
 
@@ -403,7 +371,14 @@ def _core(local: LocalSizes) -> Iterator[KeptTensor]:
 
 
 def _recomputed_core(local: LocalSizes) -> Iterator[KeptTensor]:
-    yield from latent_projections(local) if local.arch.is_latent else (_qkv_output(local),)
+    """Yield the inputs of the attention core, of latents those of the up projections where these are recomputed."""
+    if not local.arch.is_latent:
+        yield _qkv_output(local)
+    elif not local.recompute.recomputes(MLA_UP_PROJ):
+        yield KeptTensor(Q_UP, "output", local.inner(local.num_queries * local.arch.key_size))
+        yield _kv_up_output(local)
+    if local.arch.is_latent:
+        yield KeptTensor(DOWN, "rotary key", local.inner(local.arch.qk_pos_emb_head_dim))
     if local.keeps_result:
         yield _logsumexp(local)
         if local.arch.attention_output_gate:

@@ -250,6 +250,11 @@ class LocalSizes:
         return max(self.itemsize, 4)
 
     @property
+    def narrow(self) -> int:
+        """Bytes of an element where gradients are copied to the model's dtype, else 0."""
+        return self.itemsize if self.itemsize < self.wide else 0
+
+    @property
     def wgrad_itemsize(self) -> int:
         """Bytes of an element of a dW that axes reduce."""
         return self.itemsize if self.narrow_wgrad else self.wide

@@ -104,27 +104,29 @@ def in_flight(step: StepSpec) -> dict[int, float]:
 
     Between dgrad and wgrad, a split backward keeps the operands of wgrad, which count as a fraction of a microbatch.
     """
-    kept = {stage.index: _kept_bytes(step, stage) for stage in step.stages}
-    held = _held_over_time(step.actions, kept)
+    held = _held_over_time(step, step.actions)
     until = step.actions[: 1 + held.index(max(held))]
     found = {}
-    for index, (size, late) in kept.items():
+    for index, (size, late) in _kept_bytes(step).items():
         *_, found[index] = 0.0, *in_flight_after((a for a in until if a.stage == index), late / max(size, 1))
     return found
 
 
-def _kept_bytes(step: StepSpec, stage: Stage) -> tuple[int, int]:
-    """Return the bytes that a microbatch keeps in a stage from forward to dgrad, and from there to a deferred wgrad."""
-    local, ahead = step.local, num_ahead(step.local, stage)
-    layers = [*stage.layers, *ahead * [local.arch.num_layers - 1]]
-    late = sum(count * deferred_wgrad_activations(each) for each, count in local.by_kind(layers))
-    return stage_activations(step, stage), late + ahead * linear_operands(local.mtp_matmuls, local)
+def _kept_bytes(step: StepSpec) -> dict[int, tuple[int, int]]:
+    """Return the bytes that a microbatch keeps in each stage until its dgrad, and from there to a deferred wgrad."""
+    local, found = step.local, {}
+    for stage in step.stages:
+        ahead = num_ahead(local, stage)
+        layers = [*stage.layers, *ahead * [local.arch.num_layers - 1]]
+        late = sum(count * deferred_wgrad_activations(each) for each, count in local.by_kind(layers))
+        found[stage.index] = stage_activations(step, stage), late + ahead * linear_operands(local.mtp_matmuls, local)
+    return found
 
 
-def _held_over_time(actions: Iterable[Action], kept: Mapping[int, tuple[int, int]]) -> list[int]:
+def _held_over_time(step: StepSpec, actions: Iterable[Action]) -> list[int]:
     """Return the bytes of activations after each action."""
     changes: dict[tuple[ActionKind, int], int] = {}
-    for stage, (size, late) in kept.items():
+    for stage, (size, late) in _kept_bytes(step).items():
         of_kinds = {ActionKind.F: size, ActionKind.B: -size, ActionKind.I: late - size, ActionKind.W: -late}
         changes |= {(kind, stage): change for kind, change in of_kinds.items()}
     return list(accumulate(changes.get(each, 0) for each in map(itemgetter(0, 1), actions)))
@@ -132,15 +134,8 @@ def _held_over_time(actions: Iterable[Action], kept: Mapping[int, tuple[int, int
 
 def peak_activations(step: StepSpec) -> tuple[int, int]:
     """Return the bytes of activations, and of residual shards in transfer, when their sum peaks."""
-    held = _held_over_time(step.actions, {stage.index: _kept_bytes(step, stage) for stage in step.stages})
-    size = step.local.residual
-    return max(zip(held, (count * size for count in residual_shards(step)), strict=True), key=sum)
-
-
-def most_kept(step: StepSpec) -> int:
-    """Return the most bytes of activations, residual shards in transfer left out."""
-    computations = step.pipeline.schedule[step.coord]
-    return max(_held_over_time(computations, {stage.index: _kept_bytes(step, stage) for stage in step.stages}))
+    shards = (count * step.local.residual for count in residual_shards(step))
+    return max(zip(_held_over_time(step, step.actions), shards, strict=True), key=sum)
 
 
 def residual_shards(step: StepSpec) -> list[int]:
@@ -148,24 +143,20 @@ def residual_shards(step: StepSpec) -> list[int]:
     where, most = stage_to_rank(step.pipeline.schedule), step.local.kernels.num_leaving
     actions = list(map(itemgetter(0, 1), step.actions))
     kinds = [Action(*kind) for kind in set(actions)]
-    changes = {(each.kind, each.stage): _arrivals(each, where) - _consumed(each, len(where)) for each in kinds}
+    changes = {(each.kind, each.stage): _shards_added(each, where) for each in kinds}
     lying = accumulate(map(changes.__getitem__, actions))
     sent = accumulate(kind in SENDS for kind, _ in actions)
     return [count + min(leaving, most) for count, leaving in zip(lying, sent, strict=True)]
 
 
-def _arrivals(action: Action, where: Mapping[int, int]) -> int:
-    """Return how many residual shards an action adds on this rank."""
+def _shards_added(action: Action, where: Mapping[int, int]) -> int:
+    """Return how many residual shards an action adds on this rank, less those that it consumes."""
     if action.kind in RECEIVES:
         return 1
-    step = {ActionKind.F: 1, ActionKind.B: -1, ActionKind.I: -1}.get(action.kind)
-    return int(step is not None and where.get(action.stage + step) == where[action.stage])
-
-
-def _consumed(action: Action, num_stages: int) -> int:
-    """Return how many residual shards an action consumes."""
-    ends = {ActionKind.F: 0, ActionKind.B: num_stages - 1, ActionKind.I: num_stages - 1}
-    return int(action.kind in ends and action.stage != ends[action.kind])
+    if action.kind not in (ActionKind.F, ActionKind.B, ActionKind.I):
+        return 0
+    step, first = (1, 0) if action.kind is ActionKind.F else (-1, len(where) - 1)
+    return (where.get(action.stage + step) == where[action.stage]) - (action.stage != first)
 
 
 def step_end_peaks(step: StepSpec, buffers: Iterable[tuple[int, int]], is_over: int) -> dict[str, int]:
@@ -241,7 +232,8 @@ class MemoryOfRank:
     @property
     def least_bytes(self) -> int:
         """A lower bound of its total: without residual shards in transfer, which takes no lowering."""
-        return self._with_peak(most_kept(self._step), 0).total
+        computations = self._step.pipeline.schedule[self._step.coord]
+        return self._with_peak(max(_held_over_time(self._step, computations)), 0).total
 
     def _with_peak(self, activations: int, shards: int) -> RankMemory:
         """Return the memory with these bytes of activations and of residual shards at their peak."""
@@ -411,9 +403,8 @@ def reserved_for(memory: RankMemory, step: StepSpec, profile: ExecutionProfile) 
 
 def bucket_copies(memory: RankMemory, step: StepSpec, profile: ExecutionProfile) -> int:
     """Return the bytes of buckets that hold the gradients a second time; none where no other rank has some."""
-    local = step.local
-    is_reduced = local.mesh.size(local.mesh.zero) > 1
-    return memory.weights // local.itemsize * profile.bucket_itemsize if is_reduced else 0
+    is_reduced = step.local.mesh.size(step.local.mesh.zero) > 1
+    return memory.weights // step.local.itemsize * profile.bucket_itemsize if is_reduced else 0
 
 
 def num_logits(step: StepSpec) -> int:
@@ -439,9 +430,7 @@ def gathered_inputs(step: StepSpec) -> float:
 
 def _gathered(local: LocalSizes) -> int:
     """Return the bytes of the gathered inputs of a layer's linears."""
-    sizes = (
-        (matmul.x, math.prod(map(local.mesh.sizes.__getitem__, matmul.plan.x))) for matmul in local.matmuls.values()
-    )
+    sizes = ((matmul.x, local.mesh.size(matmul.plan.x)) for matmul in local.matmuls.values())
     return local.itemsize * sum(x * ranks for x, ranks in sizes if ranks > 1)
 
 

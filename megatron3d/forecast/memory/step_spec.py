@@ -14,7 +14,7 @@ from megatron3d.optim.rule_spec import UpdateRule, rule_of
 from megatron3d.parallel.mesh import PIPELINE, Axes
 from megatron3d.pipeline.actions import Action
 from megatron3d.pipeline.lower import lower
-from megatron3d.pipeline.spec import Pipeline
+from megatron3d.pipeline.schedules import Pipeline
 
 
 @dataclass(frozen=True)

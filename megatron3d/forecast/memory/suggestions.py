@@ -20,9 +20,8 @@ from megatron3d.model.spec import CORE_ATTN, MLP_ACT, NO_RECOMPUTE, Architecture
 from megatron3d.model.stage_plan import divide, make_stages
 from megatron3d.parallel.modes import MODES, build_mode
 from megatron3d.pipeline.actions import ActionKind, stage_to_rank
-from megatron3d.pipeline.schedules import FROM_FILE, SCHEDULES, build_schedule
+from megatron3d.pipeline.schedules import FROM_FILE, SCHEDULES, Pipeline, build_schedule, layer_flops, stage_flops
 from megatron3d.pipeline.simulate import num_virtual_stages, simulate_durations
-from megatron3d.pipeline.spec import Pipeline, layer_flops, stage_flops
 
 # Nominal prices.
 _FORM, _SHARE_STATE = 0.0, 0.001

@@ -12,7 +12,7 @@ from megatron3d.forecast.memory.step_spec import StepSpec
 from megatron3d.model.param_spec import stage_specs
 from megatron3d.model.stage_plan import Stage
 from megatron3d.pipeline.actions import ActionKind
-from megatron3d.pipeline.spec import stage_flops
+from megatron3d.pipeline.schedules import stage_flops
 
 BYTES: Mapping[str, float] = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 OPERATIONS: Mapping[str, float] = {"MFLOP": 1e6, "GFLOP": 1e9, "TFLOP": 1e12, "PFLOP": 1e15}

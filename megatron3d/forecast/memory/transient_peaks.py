@@ -22,7 +22,6 @@ from megatron3d.attention.context.plan import (
     GATHER,
     HEADS,
     RING,
-    RingPlan,
     Starts,
     exchange_ring,
     gathered_pairs,
@@ -96,24 +95,18 @@ def _gathered_peak(local: LocalSizes, starts: Starts) -> int:
         + e * copied
         + max(own + _largest(local, pairs.own, apart), _largest(local, pairs.others, apart)),
         w * (q + kv + copied) + e * copied,
-        (w + _narrow(local)) * (q + kv),
+        (w + local.narrow) * (q + kv),
         e * (q + 2 * kv + kv // ranks),
     ]
     before, whole = e * (count - 1) * (q + kv // ranks), e * count * (q + kv // ranks)
     return max(before + max(moments), (1 + (count > 1)) * whole)
 
 
-def _ring(local: LocalSizes, starts: Starts) -> int:
-    """Return the peak of a ring, whose heads are not in parts."""
-    part = _part(local)
-    return _ring_moment(local, starts, part, part.q(local), part.kv(local))
-
-
 def _heads(local: LocalSizes, starts: Starts) -> int:
     """Return the peak of an exchange of heads, with or without a ring: gradients are sent home in blocks."""
     part, e = _part(local), local.itemsize
     q, kv = part.q(local), part.kv(local)
-    in_part = q * e + max(_ring_moment(local, starts, part, q, kv), 3 * e * (q + kv))
+    in_part = q * e + max(_ring_moment(local, starts, part), 3 * e * (q + kv))
     copies = key_copies(local.exchange.num_groups, local.mesh.size(head_axes(local.mode.exchange, local.mode.context)))
     summed = round(2 * local.exchange.keys) if copies > 1 else 0
     return e * max((part.num_parts - 1) * (q + kv) + in_part // e, 2 * part.num_parts * (q + kv) + summed)
@@ -126,13 +119,16 @@ def _part(local: LocalSizes) -> _Part:
     return _Part(local.num_queries // ranks // count, groups // ranks // count, local.positions * ranks, count)
 
 
-def _ring_moment(local: LocalSizes, starts: Starts, part: _Part, q: int, kv: int) -> int:
+def _ring_moment(local: LocalSizes, starts: Starts, part: _Part) -> int:
     """Return the largest moment of a ring of one rank or more.
 
     It has gradients of its own keys; from the second step on those of a block, those which it sends and those which it
     receives; and the keys and values of a step and of the next one.
     """
-    plan, e, w = _plan(local, starts), local.itemsize, local.wide
+    plan = exchange_ring(local.mode.exchange, local.order, local.arch.seq_length, starts, local.window)
+    if local.arch.attention_dropout and local.longest_piece:
+        plan = plan.in_pieces(local.longest_piece)
+    q, kv, e, w = part.q(local), part.kv(local), local.itemsize, local.wide
     last = len(plan.steps) - 1
     first, second = plan.own_parts
     moments = [w * (q + kv) + e * kv * (last >= 0) + _largest(local, first, part)]
@@ -141,19 +137,7 @@ def _ring_moment(local: LocalSizes, starts: Starts, part: _Part, q: int, kv: int
         moments.append(w * (q + (2 + before) * kv) + blocks + _largest(local, step.pairs, part))
         moments.append(w * (q + 3 * kv) + blocks)  # sent
     moments.append(w * (q + (3 if plan.steps else 1) * kv) + _largest(local, second, part))
-    return max(*moments, (w + _narrow(local)) * (q + kv))
-
-
-def _plan(local: LocalSizes, starts: Starts) -> RingPlan:
-    """Return the ring as attention computes it."""
-    plan = exchange_ring(local.mode.exchange, local.order, local.arch.seq_length, starts, local.window)
-    is_cut = local.arch.attention_dropout and local.longest_piece
-    return plan.in_pieces(local.longest_piece) if is_cut and local.longest_piece else plan
-
-
-def _narrow(local: LocalSizes) -> int:
-    """Return the bytes of an element where gradients are copied to the model's dtype."""
-    return local.itemsize if local.itemsize < local.wide else 0
+    return max(*moments, (w + local.narrow) * (q + kv))
 
 
 def _largest(local: LocalSizes, pairs: Iterable[Pair], part: _Part) -> int:
@@ -183,7 +167,7 @@ def _pair(local: LocalSizes, pair: Pair, part: _Part) -> int:
 
 _PEAKS: Mapping[str, Callable[[LocalSizes, Starts], int]] = {
     GATHER: _gathered_peak,
-    RING: _ring,
+    RING: lambda local, starts: _ring_moment(local, starts, _part(local)),  # its heads are not in parts
     HEADS: _heads,
     BOTH: _heads,
 }
@@ -269,7 +253,6 @@ def _peaks_of_kind(local: LocalSizes) -> dict[str, int]:
     items = layer_activations(replace(local, recompute=NO_RECOMPUTE))
     kept = {site: sum(item.num_bytes for item in items if item.site == site) for site in _BACKWARD}
     again = recomputed_activations(local)
-    queries = local.num_queries * local.arch.kv_channels
     inside = {site: matmul_backward(local, site) for site in reversed(list(local.matmuls))}
     inside["attention.core"] = _attention_backward(local)
     inside["mlp.activation" if local.experts is None else SHARED_ACTIVATION] = local.inner(
@@ -290,10 +273,8 @@ def _peaks_of_kind(local: LocalSizes) -> dict[str, int]:
         size = _hash_bytes(scores) + (local.wide - to_come) * scores
         if not is_whole:  # the piece's scores, weights and masks, which are not kept
             size += scores * (local.wide + local.itemsize + 2)
-        needed["hash of attention's dropout mask"] = (
-            "attention.core",
-            size + local.inner(queries + 2 * local.keys_width),
-        )
+        size += local.inner(local.num_queries * local.arch.kv_channels + 2 * local.keys_width)
+        needed["hash of attention's dropout mask"] = "attention.core", size
     composed = local.arch.is_rms_norm and not local.kernels.fused_rms_norm
     if local.splits_features or composed:
         needed["norm in fp32"] = local.arch.norm_sites[-1], _NORM_COPIES * local.tokens * local.hidden * local.wide
@@ -359,8 +340,7 @@ def head_peaks(step: StepSpec) -> dict[str, int]:
     and dW of the chunk unless its GEMM accumulates.  If dW is reduced, its sum has a buffer of its own.
     """
     local, size = step.local, step.local.itemsize
-    plan, narrow = local.mode.expand.on(local.mesh), size if size < local.wide else 0
-    is_fused = local.kernels.fused_loss
+    plan, is_fused = local.mode.expand.on(local.mesh), local.kernels.fused_loss
     rows, ranks = chunk_rows(step)
     vocabulary, features = local.part(local.arch.padded_vocab_size, plan.n), local.part(local.arch.hidden_size, plan.k)
     x, w = rows * ranks * features, vocabulary * features
@@ -369,7 +349,7 @@ def head_peaks(step: StepSpec) -> dict[str, int]:
     logits = dy // local.mesh.size(plan.dy)
     whole_dy = dy if plan.dy else 0
     is_capped = local.arch.logit_softcap is not None
-    at_loss = logits * (local.wide + (0 if is_fused else narrow) + is_capped * local.wide)
+    at_loss = logits * (local.wide + (0 if is_fused else local.narrow) + is_capped * local.wide)
     before = w * local.wide if plan.w and rows < local.tokens else 0
     dw = w * size if plan.w or local.kernels.adds_dw else 0
     if plan.w and not before:
@@ -396,8 +376,7 @@ def embedding_peak(local: LocalSizes) -> int:
     """
     plan = local.mode.embed.on(local.mesh)
     features, rows = local.part(local.arch.hidden_size, plan.n), local.part(local.arch.padded_vocab_size, plan.k)
-    narrow = local.itemsize if local.itemsize < local.wide else 0
-    tokens = local.part(local.num_tokens, plan.m)
+    narrow, tokens = local.narrow, local.part(local.num_tokens, plan.m)
     if plan.w:
         gathered_dy = tokens * features * (local.itemsize + narrow)
         return local.residual + gathered_dy + rows * features * (local.wide + narrow)

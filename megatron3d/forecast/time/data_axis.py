@@ -17,7 +17,7 @@ from megatron3d.forecast.time.layer import Machine
 from megatron3d.model.param_spec import EMBEDDING, param_specs
 from megatron3d.model.spec import Architecture, pattern_length
 from megatron3d.model.stage_plan import Stage
-from megatron3d.parallel.matmul_plan import Traffic
+from megatron3d.parallel.matmul_plan import Traffic, ring
 from megatron3d.parallel.mesh import Axes, Mesh
 from megatron3d.parallel.modes.mode import Mode
 
@@ -89,8 +89,8 @@ def data_axis_time(
             whole = whole.plus(exposed_time(call.axes, _in_pieces_s(call, num_calls, mesh, machine)))
         sums = sums.plus(whole.scaled(times[0]))
         tail += whole.total / num_buckets
-    total, ranks = sum(counts.values()), mesh.size(shared)
-    gather = Traffic("all_gather", shared, total * machine.device.itemsize * (ranks - 1) / ranks)
+    total = sum(counts.values())
+    gather = ring("all_gather", shared, total * machine.device.itemsize, mesh)
     num_calls = max(1.0, total * wide / bucket_bytes) if machine.profile.reduces_buckets else 1.0
     gather_s = times[1] * _in_pieces_s(gather, num_calls, mesh, machine) if shared else 0.0
     gathers = exposed_time(shared, gather_s)
@@ -106,12 +106,10 @@ def _reduction_calls(shared: Axes, rest: Axes, num_bytes: float, mesh: Mesh) -> 
     """Return the collectives that reduce gradients of `num_bytes`."""
     calls = []
     if shared:
-        ranks = mesh.size(shared)
-        calls.append(Traffic("reduce_scatter", shared, num_bytes * (ranks - 1) / ranks))
-        num_bytes /= ranks
+        calls.append(ring("reduce_scatter", shared, num_bytes, mesh))
+        num_bytes /= mesh.size(shared)
     if rest:
-        ranks = mesh.size(rest)
-        calls.append(Traffic("all_reduce", rest, 2 * num_bytes * (ranks - 1) / ranks))
+        calls.append(ring("all_reduce", rest, num_bytes, mesh))
     return calls
 
 

@@ -33,7 +33,7 @@ from megatron3d.forecast.time.breakdown import (
 from megatron3d.forecast.time.layer import LayerTimes, Machine, layer_times
 from megatron3d.model.linear_spec import SHARED_FC1, SHARED_FC2
 from megatron3d.model.spec import counts_each_step, counts_shape
-from megatron3d.parallel.matmul_plan import Traffic
+from megatron3d.parallel.matmul_plan import Traffic, ring
 from megatron3d.parallel.modes.mode import ALLGATHER
 
 
@@ -55,12 +55,12 @@ def expert_traffic(local: LocalSizes, experts: Experts, forwards: int) -> Iterat
     yield from _exchange(local, experts, forwards)
     axes = mesh.nontrivial(axis for axis in mode.home if axis not in mode.batch_axes)
     if axes and local.arch.balance is not None and local.arch.balance.loss == SEQUENCE:
-        counts = 2 * local.sequences_read * experts.num_experts * _COUNT_BYTES
-        yield from forwards * [_ring("all_reduce", axes, counts, local)]
+        counts = local.sequences_read * experts.num_experts * _COUNT_BYTES
+        yield from forwards * [ring("all_reduce", axes, counts, mesh)]
     if axes and forwards and local.arch.balance is not None and local.arch.balance.capacity_factor is not None:
         ranks, slots = mesh.size(axes), local.home_tokens * experts.topk
         for each in (slots * INDEX, slots * local.wide, local.home_tokens * INDEX):
-            yield _ring("all_gather", axes, ranks * each, local)
+            yield ring("all_gather", axes, ranks * each, mesh)
 
 
 def counts_of_routers(local: LocalSizes, is_logged: bool) -> list[Traffic]:
@@ -68,7 +68,7 @@ def counts_of_routers(local: LocalSizes, is_logged: bool) -> list[Traffic]:
     rows, columns = counts_shape(local.arch)
     if not rows or not (is_logged or counts_each_step(local.arch)):
         return []
-    return [_ring("all_reduce", local.mesh.nontrivial(local.mesh.names), 2 * 8 * rows * columns, local)]
+    return [ring("all_reduce", local.mesh.nontrivial(local.mesh.names), 8 * rows * columns, local.mesh)]
 
 
 def dispatch_sizes(local: LocalSizes, experts: Experts) -> DispatchSizes:
@@ -97,9 +97,9 @@ def back_to_residual(local: LocalSizes) -> Iterator[Traffic]:
     features, copies = (local.mesh.nontrivial(axes) for axes in (local.mode.residual[1], local.mode.copies))
     whole = local.home_tokens * local.arch.hidden_size * local.itemsize * local.mesh.size(copies)
     if copies:
-        yield _ring("all_gather", copies, whole, local)
+        yield ring("all_gather", copies, whole, local.mesh)
     if features:
-        yield _ring("all_to_all", features, local.residual, local)
+        yield ring("all_to_all", features, local.residual, local.mesh)
 
 
 def not_recomputed(local: LocalSizes) -> list[Traffic]:
@@ -114,20 +114,14 @@ def not_recomputed(local: LocalSizes) -> list[Traffic]:
         return list(back_to_residual(local))
     rows, calls = local.gathered_tokens * local.arch.hidden_size * local.itemsize, []
     if (axes := local.mesh.nontrivial(local.mode.experts)) and local.mode.dispatcher == ALLGATHER:
-        calls.append(_ring("reduce_scatter", axes, rows * local.mesh.size(axes), local))
+        calls.append(ring("reduce_scatter", axes, rows * local.mesh.size(axes), local.mesh))
     if axes := local.mesh.nontrivial(local.mode.etensor):
-        calls.append(_ring("reduce_scatter", axes, rows, local))
+        calls.append(ring("reduce_scatter", axes, rows, local.mesh))
     return [*calls, *back_to_residual(local)]
 
 
 # Counts of tokens of each sequence are reduced as fp32.
 _COUNT_BYTES = 4
-
-
-def _ring(collective: str, axes: tuple[str, ...], num_bytes: float, local: LocalSizes) -> Traffic:
-    """Return a collective of which a ring sends all but a rank's part."""
-    ranks = local.mesh.size(axes)
-    return Traffic(collective, axes, num_bytes * (ranks - 1) / ranks)
 
 
 def _of_busiest(call: Traffic, local: LocalSizes) -> Traffic:

@@ -35,7 +35,7 @@ from megatron3d.forecast.time.practices import TWO_COPIES, ExecutionProfile, Mem
 from megatron3d.linear.overlap_plan import IN_ROUNDS, async_plan, in_rounds
 from megatron3d.model.linear_spec import FC2, KV_UP, Q_UP, mtp_linears
 from megatron3d.model.spec import CORE_ATTN, MLA_UP_PROJ, MLP_ACT
-from megatron3d.parallel.matmul_plan import Flows, MatmulPlan, Move, Traffic, flows, moves, whole_bytes
+from megatron3d.parallel.matmul_plan import Flows, MatmulPlan, Move, Traffic, flows, moves, ring, whole_bytes
 from megatron3d.parallel.mesh import Mesh
 
 
@@ -345,15 +345,13 @@ def _memory_bound(local: LocalSizes, machine: Machine, backward: bool) -> Iterat
         yield passes(inner * (heads + keys / 2), profile.norm)
     yield _attention(local, machine, backward)
     if axes := local.heads.gather_axes:
-        ranks = local.mesh.size(axes)
-        whole = inner * local.keys_width * ranks * size
-        call = Traffic("reduce_scatter" if backward else "all_gather", axes, whole * (ranks - 1) / ranks)
+        whole = inner * local.keys_width * local.mesh.size(axes) * size
+        call = ring("reduce_scatter" if backward else "all_gather", axes, whole, local.mesh)
         yield exposed_time(axes, 2 * machine.network.seconds(call, local.mesh))
     yield _exchange(local, machine, backward)
     yield from latent_times(local, machine.device, machine.network, profile.norm, backward)
     if features := local.mesh.nontrivial(local.mode.residual[1]):
-        ranks = local.mesh.size(features)
-        call = Traffic("all_reduce", features, 2 * 2 * local.tokens * 4 * (ranks - 1) / ranks)
+        call = ring("all_reduce", features, 2 * local.tokens * 4, local.mesh)
         num_norms = len(arch.norm_sites) + len(arch.latent_sizes)
         yield exposed_time(features, num_norms * machine.network.seconds(call, local.mesh))
 

@@ -51,12 +51,11 @@ from megatron3d.model.spec import NO_RECOMPUTE, Architecture
 from megatron3d.model.stage_plan import Stage
 from megatron3d.ops.plan import LossChunk, relayout_traffic
 from megatron3d.optim.rule_spec import UpdateRule, rule_of
-from megatron3d.parallel.matmul_plan import Traffic, crossing, flows
+from megatron3d.parallel.matmul_plan import crossing, flows, ring
 from megatron3d.parallel.mesh import PIPELINE, Mesh
 from megatron3d.pipeline.actions import ActionKind, Schedule
-from megatron3d.pipeline.schedules import num_microbatches
+from megatron3d.pipeline.schedules import Pipeline, num_microbatches
 from megatron3d.pipeline.simulate import StageTimes, execution_order, of_one_microbatch, times_of_order
-from megatron3d.pipeline.spec import Pipeline
 
 
 def host_floor(times: LayerTimes, local: LocalSizes, machine: Machine, repeats: bool = False) -> LayerTimes:
@@ -124,8 +123,7 @@ def head_times(local: LocalSizes, machine: Machine, chunk: LossChunk) -> TimeBre
     norm = machine.profile.norm
     normed = device.memory_bound_s(local.tokens * local.hidden * (norm.forward + norm.backward) * device.itemsize, 2)
     vocabulary = local.mesh.nontrivial(plan.y_layout[1])
-    ranks = local.mesh.size(vocabulary)
-    sums = Traffic("all_reduce", vocabulary, 3 * 4 * tokens / kept * 2 * (ranks - 1) / ranks)
+    sums = ring("all_reduce", vocabulary, 3 * 4 * tokens / kept, local.mesh)
     gemms = TimeBreakdown({GEMMS: 3 * num_chunks * product})
     return combine(
         (

@@ -24,7 +24,7 @@ from megatron3d.linear.overlap_plan import in_rounds
 from megatron3d.model.spec import CORE_ATTN
 from megatron3d.model.stage_plan import Stage
 from megatron3d.ops.plan import relayout_traffic
-from megatron3d.parallel.matmul_plan import Flows, MatmulPlan, Traffic, crossing, flows
+from megatron3d.parallel.matmul_plan import Flows, MatmulPlan, Traffic, crossing, flows, ring
 from megatron3d.parallel.mesh import PIPELINE, Axes
 from megatron3d.pipeline.actions import ActionKind
 from megatron3d.pipeline.lower import count_transfers
@@ -73,7 +73,7 @@ def _step_calls(step: StepSpec, is_logged: bool) -> CountedTraffic:
         yield receives, call
     yield from _data(step)
     if everyone := local.mesh.nontrivial(local.mesh.names):
-        yield 1, _all_reduce(everyone, (3 + local.arch.mtp_num_layers) * local.wide, local)
+        yield 1, ring("all_reduce", everyone, (3 + local.arch.mtp_num_layers) * local.wide, local.mesh)
         yield from ((1, call) for call in counts_of_routers(local, is_logged))
 
 
@@ -216,8 +216,8 @@ def _norm_of(rows: int, axes: Axes, local: LocalSizes, forwards: int) -> Iterato
         return
     num_bytes, centred = rows * local.wide, not local.arch.is_rms_norm
     gathered = Traffic("all_gather", axes, 2 * num_bytes * (local.mesh.size(axes) - 1))
-    yield from forwards * [gathered if centred else _all_reduce(axes, num_bytes, local)]
-    yield _all_reduce(axes, (1 + centred) * num_bytes, local)
+    yield from forwards * [gathered if centred else ring("all_reduce", axes, num_bytes, local.mesh)]
+    yield ring("all_reduce", axes, (1 + centred) * num_bytes, local.mesh)
 
 
 def _head(step: StepSpec) -> Iterator[Traffic]:
@@ -237,7 +237,7 @@ def _head(step: StepSpec) -> Iterator[Traffic]:
         yield from sent.gather_x + sent.reduce_y + sent.gather_dy + sent.reduce_dx
         if vocabulary:
             logits = here * gathered // scattered * local.wide
-            yield from (_all_reduce(vocabulary, logits, local), _all_reduce(vocabulary, 2 * logits, local))
+            yield from (ring("all_reduce", vocabulary, count * logits, mesh) for count in (1, 2))
 
 
 def _data(step: StepSpec) -> CountedTraffic:
@@ -249,7 +249,7 @@ def _data(step: StepSpec) -> CountedTraffic:
         if shared:
             yield sums, Traffic("reduce_scatter", shared, part * (ranks - 1) * step.reduce_itemsize)
         if rest:
-            yield sums, _all_reduce(rest, part * step.reduce_itemsize, local)
+            yield sums, ring("all_reduce", rest, part * step.reduce_itemsize, local.mesh)
         if len(piece.holders) > 1:
             yield 1, Traffic("add", (PIPELINE,), part * local.wide if step.shards(1) else piece.size * local.wide)
         if shared and not step.shards(3):
@@ -258,11 +258,6 @@ def _data(step: StepSpec) -> CountedTraffic:
         for piece in (piece for piece in flat_buffer_sizes(step) if piece.zero_axes):
             sent = piece.shard * (piece.num_shards - 1) * local.itemsize
             yield m * step.unit_gathers(piece.block), Traffic("all_gather", piece.zero_axes, sent)
-
-
-def _all_reduce(axes: Axes, num_bytes: float, local: LocalSizes) -> Traffic:
-    ranks = local.mesh.size(axes)
-    return Traffic("all_reduce", axes, 2 * num_bytes * (ranks - 1) / ranks)
 
 
 def step_flops(step: StepSpec) -> int:

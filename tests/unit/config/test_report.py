@@ -14,8 +14,7 @@ from megatron3d.config.schema import Config
 from megatron3d.config.suggest import SECTIONS
 from megatron3d.model.linear_spec import flops_per_token
 from megatron3d.pipeline.actions import ActionKind
-from megatron3d.pipeline.schedules import SCHEDULES, build_schedule
-from megatron3d.pipeline.spec import stage_flops
+from megatron3d.pipeline.schedules import SCHEDULES, build_schedule, stage_flops
 from megatron3d.pipeline.validate import write_schedule
 
 LAYER = 104  # vocabulary size whose head costs as much as a layer

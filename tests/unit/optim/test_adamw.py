@@ -16,8 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron3d.config.schema import OptimizerConfig
 from megatron3d.optim import adamw
-from megatron3d.optim.adamw import update_chunked, update_fused, update_with_apex
-from megatron3d.optim.update import ParamGroup, Update
+from megatron3d.optim.adamw import ParamGroup, Update, update_chunked, update_fused, update_with_apex
 
 CONFIG = OptimizerConfig(adam_beta1=0.8, adam_beta2=0.9, adam_eps=1e-6)
 MADE, SKIPPED = torch.tensor(0.0), torch.tensor(1.0)

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.config.schema import OptimizerConfig, TrainConfig
 from megatron3d.errors import UserError
-from megatron3d.optim.lr_schedule import learning_rate
-from megatron3d.optim.optimizer import Optimizer
+from megatron3d.optim.optimizer import Optimizer, learning_rate
 from megatron3d.optim.precision import LossScale
 from megatron3d.parallel.layout import ParamSpec, Part
 from megatron3d.parallel.mesh import Mesh

@@ -23,8 +23,8 @@ from megatron3d.forecast.time.step import load_machine, predict_time
 from megatron3d.model.params import part_views
 from megatron3d.optim import optimizer as optimizers
 from megatron3d.optim import rule_spec
+from megatron3d.optim.adamw import ParamGroup, Update
 from megatron3d.optim.rule_spec import GroupSpec, StateTensor, UpdateRule
-from megatron3d.optim.update import ParamGroup, Update
 from megatron3d.runtime.process import fake_world
 from megatron3d.train.checkpointing import load_state
 from megatron3d.train.state import TrainState, build_state
