@@ -48,6 +48,11 @@ class LocalMatmul(NamedTuple):
     y: int
     whole_w: int
 
+    def multiplied(self, mesh: Mesh) -> tuple[float, float, float]:
+        """Return m, n and k of the GEMM of one rank."""
+        plan = self.plan
+        return self.m / mesh.size(plan.m), self.n / mesh.size(plan.n), self.k / mesh.size(plan.k)
+
 
 @dataclass(frozen=True)
 class KernelMemory:

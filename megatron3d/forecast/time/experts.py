@@ -157,11 +157,8 @@ def _shared_gemms_s(local: LocalSizes, machine: Machine) -> float:
     """Return the seconds of the shared experts' GEMMs in one pass; 0 where they hide no transfer."""
     if not machine.profile.overlaps_shared_experts or SHARED_FC1 not in local.matmuls:
         return 0.0
-    seconds = 0.0
-    for plan, m, n, k, *_ in (local.matmuls[path] for path in (SHARED_FC1, SHARED_FC2)):
-        whole_and_axes = (m, plan.m), (n, plan.n), (k, plan.k)
-        seconds += machine.device.gemm_s(*(size / local.mesh.size(axes) for size, axes in whole_and_axes))
-    return seconds
+    matmuls = (local.matmuls[path] for path in (SHARED_FC1, SHARED_FC2))
+    return sum(machine.device.gemm_s(*matmul.multiplied(local.mesh)) for matmul in matmuls)
 
 
 def _hidden_s(local: LocalSizes, experts: Experts, machine: Machine, seconds: float, backward: bool) -> float:

@@ -140,15 +140,6 @@ def traffic_from_latents(local: LocalSizes) -> Iterator[Traffic]:
         yield from () if local.overlap.keep_gathered_weights else sent.gather_w
 
 
-def times_from_latents(local: LocalSizes, device: DeviceModel, network: Network) -> Iterator[TimeBreakdown]:
-    """Yield the times of up projections that are recomputed in backward; nothing overlaps with their collectives."""
-    size = local.mesh.size
-    for plan, m, n, k, *_ in linears_from_latents(local):
-        yield TimeBreakdown({GEMMS: device.gemm_s(m / size(plan.m), n / size(plan.n), k / size(plan.k))})
-    for call in traffic_from_latents(local):
-        yield exposed_time(call.axes, network.seconds(call, local.mesh))
-
-
 @dataclass(frozen=True)
 class Machine:
     """The device model, the network and the execution profile that times are predicted for."""
@@ -199,20 +190,15 @@ class LinearTime(NamedTuple):
     @staticmethod
     def of(matmul: LocalMatmul, local: LocalSizes, machine: Machine) -> LinearTime:
         """Return the time of a linear with the sizes that this rank multiplies."""
-        (plan, m, n, k, *_), mesh = matmul, local.mesh
-        m_here, n_here = m / mesh.size(plan.m), n / mesh.size(plan.n)
-        k_here = k / mesh.size(plan.k)
-        itemsize = machine.device.itemsize
-        wgrad_itemsize = max(itemsize, machine.profile.wgrad_itemsize)
-        sent = flows(plan, mesh, m, n, k, itemsize, wgrad_itemsize=wgrad_itemsize)
-        y_parts = mesh.size(axis for axis, dim in plan.y.items() if dim)
-        seconds = machine.device.gemm_s(m_here, n_here, k_here)
-        copies = machine.profile.copies_concats
-        copied = concat_copies(plan, mesh, m, n, k, itemsize) if copies else ConcatCopies()
-        found = LinearTime(seconds, sent, sent, n_here * k_here / mesh.size(plan.w), m_here * n_here / y_parts, copied)
+        (plan, *sizes), mesh, itemsize = matmul[:4], local.mesh, machine.device.itemsize
+        m, n, k = matmul.multiplied(mesh)
+        sent = flows(plan, mesh, *sizes, itemsize, wgrad_itemsize=max(itemsize, machine.profile.wgrad_itemsize))
+        seconds = machine.device.gemm_s(m, n, k)
+        copied = concat_copies(plan, mesh, *sizes, itemsize) if machine.profile.copies_concats else ConcatCopies()
+        found = LinearTime(seconds, sent, sent, n * k / mesh.size(plan.w), m * n / mesh.size(plan.dy), copied)
         if not local.overlap.in_rounds:
             return found
-        excess = rounds_excess(plan, mesh, m_here, n_here, k_here, machine.device)
+        excess = rounds_excess(plan, mesh, m, n, k, machine.device)
         return found._replace(rounds=in_rounds(sent, plan), excess=excess)
 
 
@@ -237,10 +223,11 @@ class OverlapModel:
 
     def with_own_gemm(self, calls: list[Traffic], seconds: float) -> TimeBreakdown:
         """Return the exposed rest of collectives of a GEMM's own operands, in rounds or in chunks."""
-        rounds = [call for call in calls if call.collective in IN_ROUNDS]
-        if rounds:
+        if rounds := [call for call in calls if call.collective in IN_ROUNDS]:
             others = [call for call in calls if call.collective not in IN_ROUNDS]
-            return combine((*(self._in_rounds(call, seconds) for call in rounds), self.with_own_gemm(others, seconds)))
+            # Rounds overlap with all rounds of their GEMM but one.
+            parts = [self.overlapped([call], seconds * (1 - 1 / self._mesh.size(call.axes))) for call in rounds]
+            return combine((*parts, self.with_own_gemm(others, seconds)))
         if not calls:
             return TimeBreakdown()
         times, ranks = self.exposed(calls), self._mesh.size(calls[0].axes)
@@ -250,10 +237,6 @@ class OverlapModel:
         hidden = min(times.total * share, seconds * share)
         tax = TimeBreakdown({SLOWDOWN: hidden * self._machine.device.comm_tax})
         return times.scaled(1 - hidden / times.total).plus(tax)
-
-    def _in_rounds(self, call: Traffic, seconds: float) -> TimeBreakdown:
-        """Return the exposed rest of a collective that overlaps with all rounds of its GEMM but one."""
-        return self.overlapped([call], seconds * (1 - 1 / self._mesh.size(call.axes)))
 
 
 def layer_times(local: LocalSizes, machine: Machine) -> LayerTimes:
@@ -279,24 +262,19 @@ def linears_forward(
         parts.append(over.with_own_gemm(each.rounds.gather_x + each.rounds.reduce_y, seconds))
         parts.append(over.overlapped(each.sent.gather_w, before, overlap.weight_gather))
         before = each.gemm_s
-    # The first linear's weight is prefetched during the last linear of the layer before.
-    first = next(iter(planned.values()))
-    parts.append(_first_gather_correction(over, first.sent.gather_w, before, overlap.weight_gather))
+    # The first linear's weight, counted as exposed, is prefetched during the last linear of the layer before.
+    first = next(iter(planned.values())).sent.gather_w
+    covered, bare = over.overlapped(first, before, overlap.weight_gather), over.exposed(first)
+    parts.append(TimeBreakdown({kind: covered.get(kind, 0.0) - bare.get(kind, 0.0) for kind in {*covered, *bare}}))
     return combine(parts)
-
-
-def _first_gather_correction(over: OverlapModel, calls: list[Traffic], seconds: float, hides: bool) -> TimeBreakdown:
-    """Return the part of the first weight all-gather that the layer before hides, which was counted as exposed."""
-    covered, bare = over.overlapped(calls, seconds, hides), over.exposed(calls)
-    return TimeBreakdown({kind: covered.get(kind, 0.0) - bare.get(kind, 0.0) for kind in {*covered, *bare}})
 
 
 def linears_backward(
     planned: Mapping[str, LinearTime], over: OverlapModel, local: LocalSizes, machine: Machine
 ) -> tuple[TimeBreakdown, TimeBreakdown, TimeBreakdown]:
     """Return the times of dgrad, of wgrad, and of the unsplit backward."""
-    overlap, half = local.overlap, list[TimeBreakdown]()
-    late, whole = list[TimeBreakdown](), list[TimeBreakdown]()
+    overlap = local.overlap
+    half, late, whole = (list[TimeBreakdown]() for _ in range(3))
     hides = overlap.input_grad and machine.profile.overlaps_input_grad
     linears = {**local.linears, **mtp_linears(local.arch)}
     for name, each in planned.items():
@@ -401,7 +379,11 @@ def selective_recomputation(local: LocalSizes, machine: Machine) -> Iterator[Tim
     if recompute.recomputes(CORE_ATTN):
         yield TimeBreakdown() if local.keeps_result else _attention(local, machine, backward=False)
         yield _exchange(local, machine, backward=False, again=local.keeps_result)
-    yield from times_from_latents(local, machine.device, machine.network)
+    # Up projections; nothing overlaps with their collectives.
+    for matmul in linears_from_latents(local):
+        yield TimeBreakdown({GEMMS: machine.device.gemm_s(*matmul.multiplied(local.mesh))})
+    for call in traffic_from_latents(local):
+        yield exposed_time(call.axes, machine.network.seconds(call, local.mesh))
     if recompute.recomputes(MLP_ACT):
         elements = local.inner_tokens * local.ffn * (1.5 if local.is_gated else 1)
         yield TimeBreakdown({MEMORY: machine.device.memory_bound_s(elements * accesses)})

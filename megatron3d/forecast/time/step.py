@@ -47,7 +47,7 @@ from megatron3d.forecast.time.layer import (
     linears_forward,
 )
 from megatron3d.forecast.time.practices import OURS, ExecutionProfile
-from megatron3d.model.spec import NO_RECOMPUTE, Architecture
+from megatron3d.model.spec import NO_RECOMPUTE
 from megatron3d.model.stage_plan import Stage
 from megatron3d.ops.plan import LossChunk, relayout_traffic
 from megatron3d.optim.rule_spec import UpdateRule, rule_of
@@ -64,12 +64,11 @@ def host_floor(times: LayerTimes, local: LocalSizes, machine: Machine, repeats: 
     A forward is a third of them; `repeats` says whether the backward also recomputes the forward.
     """
     third_s = 1e-6 * _host_us(local, machine) / 3
-    thirds = 1, 1 + repeats, 1, 2 + repeats
-
-    def floored(phase: TimeBreakdown, least_s: float) -> TimeBreakdown:
-        return phase.plus(TimeBreakdown({HOST: least_s - phase.total})) if phase.total < least_s else phase
-
-    return LayerTimes(*(floored(phase, count * third_s) for phase, count in zip(times, thirds, strict=True)))
+    missing = [
+        count * third_s - phase.total for phase, count in zip(times, (1, 1 + repeats, 1, 2 + repeats), strict=True)
+    ]
+    waits = [TimeBreakdown({HOST: seconds} if seconds > 0 else {}) for seconds in missing]
+    return LayerTimes(*(phase.plus(wait) for phase, wait in zip(times, waits, strict=True)))
 
 
 def _host_us(local: LocalSizes, machine: Machine) -> float:
@@ -208,8 +207,7 @@ def make_machine(
     """Return the machine of a cluster of accelerators; ranks that share CPU cores slow each other down."""
     slowdown = cluster.slowdown(num_ranks)
     computes = device_model(accelerator, precision, ITEMSIZES[precision], slowdown)
-    computes = replace(computes, fitted=profile.fitted)
-    return Machine(computes, Network(cluster, slowdown, profile.fitted), profile)
+    return Machine(replace(computes, fitted=profile.fitted), Network(cluster, slowdown, profile.fitted), profile)
 
 
 def as_configured(machine: Machine, spec: RunSpec) -> Machine:
@@ -241,7 +239,11 @@ class SimulatedStep:
     @cached_property
     def held(self) -> ParamCounts:
         """Number of parameters that a rank holds."""
-        return ParamCounts.of(self.arch, self.local.mode, self.mesh)
+        return ParamCounts.of(self.local.arch, self.local.mode, self.mesh)
+
+    def param_counts(self, stages: Sequence[Stage]) -> Mapping[tuple[str, ...], int]:
+        """Return the number of parameters of stages on a rank by the axes that reduce their gradients."""
+        return self.held.on_rank(self.local.arch, stages)
 
     @property
     def mesh(self) -> Mesh:
@@ -256,25 +258,27 @@ class SimulatedStep:
             kind is ActionKind.W for computations in of_one_microbatch(schedule) for _, kind in computations
         )
 
-    @property
-    def arch(self) -> Architecture:
-        """Architecture of the model."""
-        return self.local.arch
-
 
 def simulated_step(spec: RunSpec, machine: Machine) -> SimulatedStep:
     """Return the simulation inputs of a valid run; of many microbatches only a few are simulated."""
-    train, zero_stage = spec.config.train, spec.config.parallel.zero_stage
+    train = spec.config.train
     sizes = train.micro_batch_size, ITEMSIZES[train.precision]
     local = LocalSizes(spec.arch, spec.mode, spec.mesh, *sizes, spec.recompute, spec.overlap, KERNELS["gpu"])
     local = replace(local, documents=typical_documents(spec))
     local = replace(local, expert_load=expected_load(local, spec.config.parallel.expert_load_imbalance))
     simulated, shorter = simulated_specs(spec)
-    rest = shorter.schedule if shorter else None
     machine = as_configured(machine, spec)
-    counts = spec.num_microbatches, zero_stage, spec.bucket_bytes(machine.on_gpu)
-    rule, chunk = rule_of(spec.config.optimizer), spec.loss_chunk(machine.on_gpu)
-    return SimulatedStep(local, simulated.pipeline, *counts, chunk, machine, rule, shorter=rest)
+    return SimulatedStep(
+        local,
+        simulated.pipeline,
+        spec.num_microbatches,
+        spec.config.parallel.zero_stage,
+        spec.bucket_bytes(machine.on_gpu),
+        spec.loss_chunk(machine.on_gpu),
+        machine,
+        rule_of(spec.config.optimizer),
+        shorter.schedule if shorter else None,
+    )
 
 
 def simulated_specs(spec: RunSpec) -> tuple[RunSpec, RunSpec | None]:
@@ -354,13 +358,12 @@ def _stage(
 
 def stage_transfer_time(step: SimulatedStep) -> TimeBreakdown:
     """Return the time to send the residual stream to the next pipeline rank."""
-    local, machine = step.local, step.machine
-    mesh = step.mesh
+    local, machine, mesh = step.local, step.machine, step.mesh
     if mesh.sizes[PIPELINE] == 1:
         return TimeBreakdown()
     copies = local.mode.copies if machine.profile.scatters_pipeline else ()
-    size = machine.device.itemsize
-    calls = crossing(local.mode.residual, copies, mesh, local.num_tokens, local.arch.hidden_size, size)
+    sizes = local.num_tokens, local.arch.hidden_size, machine.device.itemsize
+    calls = crossing(local.mode.residual, copies, mesh, *sizes)
     return combine(exposed_time(call.axes, machine.network.seconds(call, mesh)) for call in calls)
 
 
@@ -395,10 +398,6 @@ def _computations(step: SimulatedStep, durations: Durations) -> Sequence[TimeBre
     return [combine(map(durations.__getitem__, kinds)).scaled(step.num_microbatches) for kinds in each]
 
 
-def _param_counts(step: SimulatedStep, stages: Sequence[Stage]) -> Mapping[tuple[str, ...], int]:
-    return step.held.on_rank(step.arch, stages)
-
-
 def exposed_data_axis(
     step: SimulatedStep, busy: Sequence[TimeBreakdown], line: ScheduleTimes
 ) -> Iterator[TimeBreakdown]:
@@ -413,7 +412,7 @@ def exposed_data_axis(
 
     def of_stage(stage: Stage) -> DataAxisTime:
         if (kind := (len(stage.layers), stage.has_embedding, stage.has_head)) not in alike:
-            counts, times = _param_counts(step, [stage]), collectives_per_step(zero, m)
+            counts, times = step.param_counts([stage]), collectives_per_step(zero, m)
             alike[kind] = data_axis_time(counts, step.mesh, step.machine, zero, times, step.bucket_bytes)
         return alike[kind]
 
@@ -428,6 +427,6 @@ def exposed_data_axis(
 
 def _optimizer_s(step: SimulatedStep, rank: int) -> float:
     ranks = step.mesh.size(step.mesh.zero) if step.zero_stage else 1
-    mine = sum(_param_counts(step, step.pipeline.on_rank(rank)).values()) / ranks
+    mine = sum(step.param_counts(step.pipeline.on_rank(rank)).values()) / ranks
     device, moved_bytes = step.machine.device, step.machine.profile.optimizer_bytes + step.rule.moved_bytes
     return max(device.memory_bound_s(mine * moved_bytes, 8), device.matmul_bound_s(mine * step.rule.flops))
