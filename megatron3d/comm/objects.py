@@ -1,6 +1,4 @@
-"""Object collectives, and errors that all ranks raise together.
-
-Object collectives: over a process group, or in a tree over the rendezvous store.
+"""Object collectives, over a process group or in a tree over the rendezvous store; errors that all ranks raise.
 
     rank 0  <-  1 ... 32  <-  33 ... 1056  <-  ...        gather: every rank adds its children's values to its own
     rank 0  ->  1 ... 32  ->  33 ... 1056  ->  ...        broadcast: every rank passes the value on to its children

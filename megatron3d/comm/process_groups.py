@@ -1,6 +1,4 @@
-"""Process groups of one rank, and the log of the collectives that it has started in them.
-
-Process groups of one rank: one per set of mesh axes, and one per direction of each point-to-point link.
+"""Process groups of one rank, one per set of mesh axes and per direction of each link, and the log of what it started.
 
 NCCL runs the operations of a group one after another.  A link therefore has a group for each direction: activations of
 the next microbatch and gradients of an earlier one cross at the same time, and neither waits for the other's sender.
@@ -8,7 +6,7 @@ the next microbatch and gradients of an earlier one cross at the same time, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -126,14 +124,10 @@ class ProcessGroups:
         for axes in dict.fromkeys(mesh.nontrivial(mesh.in_order(axes)) for axes in axis_sets):
             if axes:
                 self.of_axes[axes] = self._make_group(axes)
-        for link, direction in self._directions(links):
-            self._make_link(link, direction)
-
-    def _directions(self, links: Iterable[Link]) -> Iterator[tuple[Link | None, int]]:
-        """Yield this rank's link of each round, or None, twice: with the lower and with the higher end as sender."""
         for matching in matchings(links):
-            link = next((each for each in matching if self._mesh.coord(each.axis) in each.ends), None)
-            yield from ((link, direction) for direction in (0, 1))
+            link = next((each for each in matching if mesh.coord(each.axis) in each.ends), None)
+            for direction in (0, 1):  # the lower and then the higher end is the sender
+                self._make_link(link, direction)
 
     def _make_link(self, link: Link | None, direction: int) -> None:
         """Create a group of two ranks, so that a transfer waits only for transfers between the same two.

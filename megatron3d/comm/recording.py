@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from megatron3d.comm.interface import Comm, Counts, GatheredProduct, Pending, PutProduct
-from megatron3d.parallel.matmul_plan import Traffic
+from megatron3d.parallel.matmul_plan import Traffic, ring
 from megatron3d.parallel.mesh import Axes, Link, Mesh
 
 
@@ -38,11 +38,9 @@ class Recorder:
         """Mesh of the wrapped communicator."""
         return self.comm.mesh
 
-    def _record(self, collective: str, axes: Axes, x: Tensor, whole_bytes: float, passes: int = 1) -> None:
-        live = self.mesh.nontrivial(axes)
-        if live:
-            ranks = self.mesh.size(live)
-            self.calls.append(Traffic(collective, live, passes * whole_bytes * (ranks - 1) / ranks))
+    def _record(self, collective: str, axes: Axes, x: Tensor, whole_bytes: float) -> None:
+        if live := self.mesh.nontrivial(axes):
+            self.calls.append(ring(collective, live, whole_bytes, self.mesh))
             self._note(collective, self.mesh.in_order(live), x)
 
     def _note(self, what: str, where: Axes | Link, x: Tensor) -> None:
@@ -61,7 +59,7 @@ class Recorder:
         return self.comm.reduce_scatter(x, axes, dim)
 
     def all_reduce(self, x: Tensor, axes: Axes, op: str = "sum") -> Pending:
-        self._record("all_reduce", axes, x, x.nbytes, passes=2)
+        self._record("all_reduce", axes, x, x.nbytes)
         return self.comm.all_reduce(x, axes, op)
 
     def all_to_all(self, x: Tensor, axes: Axes) -> Pending:

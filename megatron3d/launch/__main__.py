@@ -3,8 +3,6 @@
 before   on every node: check the configuration, its files, and the GPUs; the first node records the launch
 after    on one node: exit with code 0 if the job should be requeued
 
-Health check of a node, run on every node of a job before any rank starts.
-
 An unfit node would otherwise stall all others in their first collective, minutes later and unnamed.
 """
 

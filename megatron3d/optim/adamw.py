@@ -181,12 +181,7 @@ def _update_chunk(
 
 
 def _adamw_step(
-    g: Tensor,
-    w: Tensor,
-    m: Tensor,
-    v: Tensor,
-    config: OptimizerConfig,
-    factors: tuple[float, Tensor, Tensor],
+    g: Tensor, w: Tensor, m: Tensor, v: Tensor, config: OptimizerConfig, factors: tuple[float, Tensor, Tensor]
 ) -> Sequence[Tensor]:
     """Return new weights and moments, in the weights' dtype.
 
@@ -229,12 +224,8 @@ def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
     return pairs[LOW_HALF::2], pairs[1 - LOW_HALF :: 2]
 
 
-def _low_bits(noise: Tensor, shift: int) -> Tensor:
-    """Return 16 bits of `noise` from `shift` on."""
-    return (noise >> shift).bitwise_and_(0xFFFF) if shift else noise & 0xFFFF
-
-
 def _round_stochastically(wide: Tensor, noise: Tensor, shift: int) -> Tensor:
     """Round stochastically to one of the two nearest bf16 numbers; 16 bits of `noise` from `shift` on decide."""
-    bits = _low_bits(noise, shift).add_(wide.float().view(torch.int32))
+    low = (noise >> shift).bitwise_and_(0xFFFF) if shift else noise & 0xFFFF
+    bits = low.add_(wide.float().view(torch.int32))
     return _halves(bits)[1].view(torch.bfloat16)

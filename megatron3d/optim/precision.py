@@ -1,6 +1,4 @@
-"""Precisions of training, and the loss scale of fp16.
-
-Loss scale, which keeps fp16 gradients representable (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2).
+"""Precisions of training, and the loss scale of fp16 (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2).
 
     gradients of  scale * loss  in fp16,  accumulated in fp32,  times  clipping / scale  once, before the update
 

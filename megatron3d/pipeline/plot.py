@@ -40,16 +40,13 @@ def text_picture(timeline: Timeline) -> str:
     for rank, spans in enumerate(timeline.rank_spans):
         line = f"rank {rank}".ljust(prefix)
         for span in spans:
-            start, end = (prefix + width * _column((time - begin) / unit) for time in (span.start, span.end))
+            # Columns are independent of floating-point rounding.
+            columns = (math.floor(round((time - begin) / unit, 6)) for time in (span.start, span.end))
+            start, end = (prefix + width * column for column in columns)
             if len(line) < end:
                 line = line.ljust(start) + labels[span].ljust(end - max(start, len(line)) - 1, "-") + " "
         lines.append(line.rstrip())
     return "\n".join(lines)
-
-
-def _column(units: float) -> int:
-    """Return the column of a time, independent of floating-point rounding."""
-    return math.floor(round(units, 6))
 
 
 def _labels(timeline: Timeline) -> dict[Span, str]:

@@ -287,21 +287,16 @@ def makespan(schedule: Schedule, costs: Costs = UNIT_COSTS) -> float:
     return order.makespan(times)
 
 
-def mean_durations(measured: Timeline) -> Mapping[tuple[ActionKind, int], float]:
-    """Return the mean measured time of each kind of computation of each stage."""
-    times: dict[tuple[ActionKind, int], list[float]] = defaultdict(list)
-    for span in measured.spans:
-        times[span.action.kind, span.action.stage].append(span.end - span.start)
-    return {key: mean(values) for key, values in times.items()}
-
-
 def simulate_mean_durations(schedule: Schedule, measured: Timeline) -> Timeline:
     """Return the timeline that the schedule has with the measured mean durations and send/recv that take no time.
 
     The difference to the measured timeline is send/recv, the work between two actions, and the variance of durations.
     """
-    times = mean_durations(measured)
-    return simulate_durations(schedule, lambda action: times[action.kind, action.stage])
+    times: dict[tuple[ActionKind, int], list[float]] = defaultdict(list)
+    for span in measured.spans:
+        times[span.action.kind, span.action.stage].append(span.end - span.start)
+    means = {key: mean(values) for key, values in times.items()}
+    return simulate_durations(schedule, lambda action: means[action.kind, action.stage])
 
 
 def peak_activations(schedule: Schedule, wgrad_fraction: float = 1.0) -> tuple[float, ...]:

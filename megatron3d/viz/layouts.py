@@ -6,7 +6,7 @@ Blocks, regions and numbers are those of the mode's own plans: `layout.box`, `pl
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -147,17 +147,13 @@ def _captions(operand: DrawnOperand, mesh: Mesh) -> Iterator[str]:
     """Yield what is stored, and the collectives."""
     first, second = operand.dims
     share = Fraction(1, mesh.size(sum(operand.stored, ())))
-    yield f"{operand.name} [{first}, {second}]: {_of(share, 'all of it')} on each rank"
+    yield f"{operand.name} [{first}, {second}]: {'all of it' if share == 1 else share} on each rank"
     if not operand.sent:
         yield "no communication"
         return
     yield f"forward: {operand.forward or 'none'}"
     yield f"backward: {operand.backward or 'none'}"
     yield f"sent by each rank: {operand.sent} of {first}·{second}"
-
-
-def _of(share: Fraction, whole: str) -> str:
-    return whole if share == 1 else str(share)
 
 
 def _matrix(canvas: Canvas, at: Rect, operand: DrawnOperand, mesh: Mesh) -> None:
@@ -173,13 +169,10 @@ def _matrix(canvas: Canvas, at: Rect, operand: DrawnOperand, mesh: Mesh) -> None
         place = _place(at, shape, block)
         canvas.rect(place, fill, PAPER, 1.5)
         x, y = place.middle
-        canvas.text((x, y + 4), _named(ranks), 11, PAPER if is_mine else INK if is_inside else GREY, "middle")
+        canvas.text(
+            (x, y + 4), ranges(ranks).replace(", ", " "), 11, PAPER if is_mine else INK if is_inside else GREY, "middle"
+        )
     canvas.rect(region, "none", colour, 2.5)
-
-
-def _named(ranks: Sequence[int]) -> str:
-    """Return ranks in few characters, such as `3`, `0 4`, `0-7`."""
-    return ranges(ranks).replace(", ", " ")
 
 
 def _place(at: Rect, shape: tuple[int, int], block: Box) -> Rect:

@@ -14,11 +14,7 @@ COLOURS = {
     ActionKind.I: ("#c2600a", "#eeb27f"),
     ActionKind.W: ("#3f8f5f", "#9fcdb0"),
 }
-MEANINGS = {
-    ActionKind.F: "forward",
-    ActionKind.B: "backward, or dgrad",
-    ActionKind.W: "wgrad",
-}
+MEANINGS = {ActionKind.F: "forward", ActionKind.B: "backward, or dgrad", ActionKind.W: "wgrad"}
 UNIT_PX, BAR = 22.0, 19
 HEAD, LEFT = 24, 82
 TOP, GAP = 88, 16

@@ -44,10 +44,7 @@ class ZeroCase(NamedTuple):
         config = Config.model_validate(
             {
                 "model": {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 64},
-                "parallel": {
-                    "zero_stage": self.zero_stage,
-                    "num_distributed_optimizer_instances": self.num_replicas,
-                },
+                "parallel": {"zero_stage": self.zero_stage, "num_distributed_optimizer_instances": self.num_replicas},
                 "train": {"global_batch_size": RANKS * MICROBATCHES, "micro_batch_size": 1, "precision": "bf16"},
             }
         )

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,22 +34,6 @@ from megatron3d.zero.flat_buffer import FlatBuffer, FsdpUnit, GradReduction, mak
 UNITS_PREFETCHED_BY_HEAD = 2
 
 
-class UnitParameters(Protocol):
-    """Parameters of FSDP units, by the unit's path."""
-
-    def start_unshard(self, path: str) -> None:
-        """Start to all-gather the parameters of a unit."""
-        ...
-
-    def wait_for_unshard(self, path: str) -> None:
-        """Wait until the parameters of a unit are gathered."""
-        ...
-
-    def reshard(self, path: str) -> None:
-        """Free the gathered parameters."""
-        ...
-
-
 class UnitNeighbours(NamedTuple):
     """Neighbours of an FSDP unit: the units before and after it in its stage, and those to prefetch for backward."""
 
@@ -59,13 +43,13 @@ class UnitNeighbours(NamedTuple):
     backward: Sequence[FsdpUnit]
 
 
-def register_wait_hooks(params: UnitParameters, units: Sequence[FsdpUnit]) -> None:
+def register_wait_hooks(params: Buffers, units: Sequence[FsdpUnit]) -> None:
     """Make each unit wait for its parameters, which are all-gathered once per step and kept (ZeRO stages 1 and 2)."""
     for unit in units:
         unit.module.register_forward_pre_hook(lambda *_, path=unit.path: params.wait_for_unshard(path))
 
 
-def register_unshard_hooks(params: UnitParameters, units: Sequence[FsdpUnit]) -> None:
+def register_unshard_hooks(params: Buffers, units: Sequence[FsdpUnit]) -> None:
     """All-gather each unit's parameters before its forward and backward, and free them afterwards (ZeRO stage 3)."""
     in_backward_now: set[str] = set()
     for at in _neighbours(units):
@@ -89,14 +73,14 @@ def _neighbours(units: Sequence[FsdpUnit]) -> Iterator[UnitNeighbours]:
             )
 
 
-def _gather(params: UnitParameters, unit: FsdpUnit, prefetched: Sequence[FsdpUnit]) -> None:
+def _gather(params: Buffers, unit: FsdpUnit, prefetched: Sequence[FsdpUnit]) -> None:
     params.start_unshard(unit.path)
     params.wait_for_unshard(unit.path)
     for other in prefetched:
         params.start_unshard(other.path)
 
 
-def _hook_forward(params: UnitParameters, at: UnitNeighbours, in_backward_now: set[str]) -> None:
+def _hook_forward(params: Buffers, at: UnitNeighbours, in_backward_now: set[str]) -> None:
     path = at.unit.path
     used_next = {path, *(unit.path for unit in at.after)}
 
@@ -114,7 +98,7 @@ def _hook_forward(params: UnitParameters, at: UnitNeighbours, in_backward_now: s
     at.unit.module.register_forward_hook(after_forward)
 
 
-def _hook_backward(params: UnitParameters, at: UnitNeighbours, in_backward_now: set[str]) -> None:
+def _hook_backward(params: Buffers, at: UnitNeighbours, in_backward_now: set[str]) -> None:
     path = at.unit.path
 
     def after_backward(path: str) -> None:

@@ -82,12 +82,7 @@ class FlatBuffer:
     """
 
     def __init__(
-        self,
-        key: BufferKey,
-        specs: Mapping[str, ParamSpec],
-        mesh: Mesh,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, key: BufferKey, specs: Mapping[str, ParamSpec], mesh: Mesh, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.sync, self.stage = key.sync, key.stage
         self.sharding = sharding = key.sharding

@@ -73,7 +73,6 @@ class KernelMemory:
         on_gpu: the run is on GPUs, whose buckets of gradients are larger by default.
         sdpa_workspace: the backward of fused attention has a workspace beyond its gradients.
         gemm_workspace: bytes that the GEMM library keeps as tensors.
-        is_host: the device's memory is the host's, so that the copy of the state for an asynchronous save counts.
     """
 
     narrow_statistics: bool
@@ -88,7 +87,6 @@ class KernelMemory:
     on_gpu: bool = False
     sdpa_workspace: bool = False
     gemm_workspace: int = 0
-    is_host: bool = False
 
 
 KERNELS: Mapping[str, KernelMemory] = {
@@ -100,7 +98,6 @@ KERNELS: Mapping[str, KernelMemory] = {
         softmax_again=512,
         adds_dw=True,
         update_piece=2**18,
-        is_host=True,
         sums_rows=True,
         fused_loss=False,
     ),

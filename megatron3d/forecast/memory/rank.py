@@ -325,7 +325,7 @@ def buffers(step: StepSpec) -> dict[str, int]:
         "gathered weights": gathered_weights(step),
         "whole blocks": _largest(2, blocks.values()) * local.itemsize,
         "GEMM workspace": local.kernels.gemm_workspace + symmetric_bytes(local),
-        "snapshot of a save": snapshot_bytes(step) if step.saves_in_background and local.kernels.is_host else 0,
+        "snapshot of a save": snapshot_bytes(step) if step.saves_in_background and not local.kernels.on_gpu else 0,
     }
 
 

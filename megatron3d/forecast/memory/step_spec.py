@@ -82,18 +82,13 @@ class StepSpec:
         return lower(self.pipeline.schedule)[self.coord]
 
     @property
-    def zero_ranks(self) -> int:
-        """Number of ranks over which ZeRO shards."""
-        return self.local.mesh.size(self.zero_axes)
-
-    @property
     def zero_axes(self) -> Axes:
         """Axes over which ZeRO shards, of parameters that none of them shards itself."""
         return self.local.mesh.zero if self.zero_stage else ()
 
     def shards(self, stage: int) -> bool:
         """Return whether this ZeRO stage's state is sharded."""
-        return self.zero_stage >= stage and self.zero_ranks > 1
+        return self.zero_stage >= stage and self.local.mesh.size(self.zero_axes) > 1
 
     @property
     def num_microbatches(self) -> int:
@@ -114,10 +109,9 @@ def typical_documents(spec: RunSpec) -> tuple[tuple[int, ...], ...] | None:
     return (tuple(range(data.mean_document_length, seq, data.mean_document_length)),)
 
 
-def make_step_spec(spec: RunSpec, kernels: KernelMemory = KERNELS["cpu"]) -> StepSpec:
-    """Return a rank's part of a step of a valid run."""
-    config, train = spec.config, spec.config.train
-    optimizer = spec.config.optimizer
+def local_sizes(spec: RunSpec, kernels: KernelMemory) -> LocalSizes:
+    """Return the local sizes of a valid run, with typical documents and the expected load of experts."""
+    data, train = spec.config.data, spec.config.train
     local = LocalSizes(
         spec.arch,
         spec.mode,
@@ -127,22 +121,26 @@ def make_step_spec(spec: RunSpec, kernels: KernelMemory = KERNELS["cpu"]) -> Ste
         spec.recompute,
         spec.overlap,
         kernels,
-        config.data.reset_attention_mask,
-        config.data.reset_position_ids,
+        data.reset_attention_mask,
+        data.reset_position_ids,
         narrow_wgrad=train.tp_grad_reduce_in_bf16,
         documents=typical_documents(spec),
     )
-    local = replace(local, expert_load=expected_load(local, config.parallel.expert_load_imbalance))
-    rule = rule_of(optimizer)
+    return replace(local, expert_load=expected_load(local, spec.config.parallel.expert_load_imbalance))
+
+
+def make_step_spec(spec: RunSpec, kernels: KernelMemory = KERNELS["cpu"]) -> StepSpec:
+    """Return a rank's part of a step of a valid run."""
+    config, local, rule = spec.config, local_sizes(spec, kernels), rule_of(spec.config.optimizer)
     return StepSpec(
         local,
         spec.pipeline,
         config.parallel.pipeline_schedule,
         rule,
-        rule.state_itemsizes(optimizer, local.wide),
+        rule.state_itemsizes(config.optimizer, local.wide),
         spec.loss_chunk(kernels.on_gpu),
         bucket_bytes=spec.bucket_bytes(kernels.on_gpu),
         zero_stage=config.parallel.zero_stage,
-        reduce_itemsize=2 if train.grad_reduce_in_bf16 else local.wide,
+        reduce_itemsize=2 if config.train.grad_reduce_in_bf16 else local.wide,
         saves_in_background=config.checkpoint.save is not None and config.checkpoint.async_save,
     )

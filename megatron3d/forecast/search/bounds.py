@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from megatron3d.config.model_defaults import token_dispatcher
 from megatron3d.config.run_spec import RunSpec
-from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
 from megatron3d.experts.plan import fold, stage_axes, with_experts
 from megatron3d.forecast.memory.activations import expected_load, layer_activations, recomputed_activations, total_bytes
@@ -42,7 +41,7 @@ from megatron3d.forecast.time.data_axis import ParamCounts, collectives_per_step
 from megatron3d.forecast.time.experts import times_of_layer
 from megatron3d.forecast.time.layer import LayerTimes, Machine, selective_recomputation
 from megatron3d.forecast.time.step import head_times
-from megatron3d.model.spec import Architecture, Recompute
+from megatron3d.model.spec import Recompute
 from megatron3d.ops.plan import LossChunk
 from megatron3d.parallel.mesh import DATA, PIPELINE, Mesh
 from megatron3d.parallel.modes import MODES
@@ -84,12 +83,6 @@ def fewest_ranks(mode: Mode, experts: ExpertChoice) -> tuple[Mode, Mesh] | None:
         return None
     folded = with_experts(mode, experts.size, experts.split, axes)
     return folded, Mesh(((PIPELINE, 1), *axes), 0, folded.pieces)
-
-
-def with_few_experts(arch: Architecture) -> Architecture:
-    """Return a model with one narrow expert: the gradients of experts may be reduced over no data-parallel rank."""
-    assert arch.experts is not None, "only experts are folded"
-    return replace(arch, experts=replace(arch.experts, num_experts=1, ffn_hidden_size=1))
 
 
 class Bubbles:
@@ -245,11 +238,10 @@ def _groups_of(
     problem: PlanningProblem, tensor: TensorChoice, context: ContextChoice, rejected: Counter[str]
 ) -> Iterator[LayoutGroup]:
     config = problem.config
-    broken = check(
-        LayoutChoice(tensor, micro_batch_size=64, context=context).apply_to(_with_batch(config, problem, tensor)),
-        problem.num_ranks,
-    )
-    if broken:
+    # A batch that no batch rule refuses, to check the rules of shapes alone.
+    train = config.train.model_copy(update={"global_batch_size": 64 * (problem.num_ranks // tensor.size)})
+    layout = LayoutChoice(tensor, micro_batch_size=64, context=context)
+    if broken := check(layout.apply_to(config.model_copy(update={"train": train})), problem.num_ranks):
         rejected[reason_of(broken[0])] += 1
         return
     spec = problem.spec(LayoutChoice(tensor, context=context).apply_to(config))
@@ -273,7 +265,10 @@ def _groups_with(
         along_data = DataAxisBound(problem.machine, arch.num_layers, held, mesh)
     else:
         plain_mesh = Mesh(((PIPELINE, 1), *stage_axes(spec.mode, 1)))
-        reduced = ParamCounts.of(with_few_experts(arch), spec.mode, plain_mesh)
+        assert arch.experts is not None, "only experts are folded"
+        # One narrow expert: the gradients of experts may be reduced over no data-parallel rank.
+        few = replace(arch, experts=replace(arch.experts, num_experts=1, ffn_hidden_size=1))
+        reduced = ParamCounts.of(few, spec.mode, plain_mesh)
         along_data = DataAxisBound(problem.machine, arch.num_layers, reduced, plain_mesh)
     batch = problem.config.train.global_batch_size
     rest = problem.num_ranks // (tensor.size * context.size)
@@ -309,9 +304,3 @@ def _groups_with(
                     waits_s = along_data.least_s(share)
                     seconds = (cost.least_s(share) + waits_s) * _ROUNDING
                     yield LayoutGroup(seconds, cost, share, waits_s, tensor, allowed, others)
-
-
-def _with_batch(config: Config, problem: PlanningProblem, tensor: TensorChoice) -> Config:
-    """Return the configuration with a batch that no batch rule refuses, to check the rules of shapes alone."""
-    size = 64 * (problem.num_ranks // tensor.size)
-    return config.model_copy(update={"train": config.train.model_copy(update={"global_batch_size": size})})

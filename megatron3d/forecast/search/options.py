@@ -11,7 +11,7 @@ from megatron3d.attention.context.plan import BOTH, GATHER, HEADS, RING
 from megatron3d.config.schema import Config
 from megatron3d.model.spec import Architecture
 from megatron3d.parallel.mesh import Mesh
-from megatron3d.parallel.modes import MODES, Shape
+from megatron3d.parallel.modes import MODES, Shape, factorizations
 from megatron3d.parallel.modes.mode import Mode
 from megatron3d.pipeline.schedules import ONE_F_ONE_B, SCHEDULES
 
@@ -153,7 +153,7 @@ def tensor_choices(num_ranks: int, modes: Iterable[str] = tuple(MODES)) -> Itera
         if size > MAX_TENSOR:
             return
         for mode in modes if size > 1 else MODES:
-            for shape in _shapes(size, len(MODES[mode].axis_names)):
+            for shape in factorizations(size, len(MODES[mode].axis_names)):
                 for form, build in MODES[mode].forms.items():
                     same = signature(build(shape))
                     if same not in seen:
@@ -214,14 +214,6 @@ def signature(mode: Mode) -> object:
         moved = tuple(tuple((place[axis], dim) for axis, dim in table.items()) for table in (plan.x, plan.w, plan.y))
         numbered.append((split, moved))
     return tuple(mesh.sizes[axis] for axis in place), tuple(numbered)
-
-
-def _shapes(size: int, num_axes: int) -> Iterator[Shape]:
-    if num_axes == 1:
-        yield (size,)
-        return
-    for side in divisors(size):
-        yield from ((side, *rest) for rest in _shapes(size // side, num_axes - 1))
 
 
 def pipelines(num_ranks: int, num_layers: int) -> Iterator[PipelineShape]:

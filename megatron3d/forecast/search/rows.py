@@ -12,7 +12,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import mean, median
+from statistics import correlation, mean, median
 from typing import Any
 
 from megatron3d.config.read import read_config, read_values
@@ -75,13 +75,9 @@ def regrets(rows: Iterable[Mapping[str, Any]]) -> list[float]:
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float | None:
     """Return Spearman's correlation of two sequences; None where it is not defined."""
-    places = [_places(values) for values in (first, second)]
-    means = [mean(values) for values in places]
-    spans = [sum((place - middle) ** 2 for place in each) for each, middle in zip(places, means, strict=True)]
-    if min(spans) == 0:
+    if len({*first}) == 1 or len({*second}) == 1:
         return None
-    together = sum((a - means[0]) * (b - means[1]) for a, b in zip(*places, strict=True))
-    return float(together / (spans[0] * spans[1]) ** 0.5)
+    return correlation(_places(first), _places(second))
 
 
 def _places(values: Sequence[float]) -> list[float]:

@@ -23,13 +23,7 @@ from megatron3d.experts.plan import (
 )
 from megatron3d.forecast.memory.activations import INDEX
 from megatron3d.forecast.memory.local_sizes import LocalSizes
-from megatron3d.forecast.time.breakdown import (
-    GEMMS,
-    MEMORY,
-    SLOWDOWN,
-    TimeBreakdown,
-    exposed_time,
-)
+from megatron3d.forecast.time.breakdown import GEMMS, MEMORY, SLOWDOWN, TimeBreakdown, exposed_time
 from megatron3d.forecast.time.layer import LayerTimes, Machine, layer_times
 from megatron3d.model.linear_spec import SHARED_FC1, SHARED_FC2
 from megatron3d.model.spec import counts_each_step, counts_shape

@@ -21,15 +21,7 @@ from typing import NamedTuple
 from megatron3d.attention.context.plan import exchange_traffic
 from megatron3d.attention.plan import latent_traffic
 from megatron3d.forecast.memory.local_sizes import LocalMatmul, LocalSizes
-from megatron3d.forecast.time.breakdown import (
-    ATTENTION,
-    GEMMS,
-    MEMORY,
-    SLOWDOWN,
-    TimeBreakdown,
-    combine,
-    exposed_time,
-)
+from megatron3d.forecast.time.breakdown import ATTENTION, GEMMS, MEMORY, SLOWDOWN, TimeBreakdown, combine, exposed_time
 from megatron3d.forecast.time.hardware import DeviceModel, Network
 from megatron3d.forecast.time.practices import TWO_COPIES, ExecutionProfile, MemoryAccesses
 from megatron3d.linear.overlap_plan import IN_ROUNDS, async_plan, in_rounds

@@ -12,9 +12,8 @@ from functools import cached_property
 
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import ITEMSIZES
-from megatron3d.forecast.memory.activations import expected_load
 from megatron3d.forecast.memory.local_sizes import KERNELS, LocalSizes
-from megatron3d.forecast.memory.step_spec import typical_documents
+from megatron3d.forecast.memory.step_spec import local_sizes
 from megatron3d.forecast.time.breakdown import GEMMS, HOST, MEMORY, TimeBreakdown, TimePrediction, combine, exposed_time
 from megatron3d.forecast.time.data_axis import (
     DataAxisTime,
@@ -261,15 +260,10 @@ class SimulatedStep:
 
 def simulated_step(spec: RunSpec, machine: Machine) -> SimulatedStep:
     """Return the simulation inputs of a valid run; of many microbatches only a few are simulated."""
-    train = spec.config.train
-    sizes = train.micro_batch_size, ITEMSIZES[train.precision]
-    local = LocalSizes(spec.arch, spec.mode, spec.mesh, *sizes, spec.recompute, spec.overlap, KERNELS["gpu"])
-    local = replace(local, documents=typical_documents(spec))
-    local = replace(local, expert_load=expected_load(local, spec.config.parallel.expert_load_imbalance))
     simulated, shorter = simulated_specs(spec)
     machine = as_configured(machine, spec)
     return SimulatedStep(
-        local,
+        local_sizes(spec, KERNELS["gpu"]),
         simulated.pipeline,
         spec.num_microbatches,
         spec.config.parallel.zero_stage,

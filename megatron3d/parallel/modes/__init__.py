@@ -20,22 +20,23 @@ class ModeEntry:
     default_shape: Callable[[int], Shape]
 
 
-def _factorizations(size: int, num_axes: int) -> Iterator[Shape]:
+def factorizations(size: int, num_axes: int) -> Iterator[Shape]:
+    """Yield every shape of `num_axes` axes on `size` ranks."""
     if num_axes == 1:
         yield (size,)
         return
     for side in (n for n in range(1, size + 1) if size % n == 0):
-        yield from ((side, *rest) for rest in _factorizations(size // side, num_axes - 1))
+        yield from ((side, *rest) for rest in factorizations(size // side, num_axes - 1))
 
 
 def _balanced(num_axes: int) -> Callable[[int], Shape]:
     """Return a function to the factorization with the smallest sum, larger factors on later (faster) axes."""
-    return lambda size: min(_factorizations(size, num_axes), key=lambda shape: (sum(shape), shape))
+    return lambda size: min(factorizations(size, num_axes), key=lambda shape: (sum(shape), shape))
 
 
 def _square_with_depth(size: int) -> Shape:
     """Return the most even d, q, q, with depth d <= q where possible (Wang et al. 2021, section 3.1)."""
-    shapes = (shape for shape in _factorizations(size, 3) if shape[1] == shape[2])
+    shapes = (shape for shape in factorizations(size, 3) if shape[1] == shape[2])
     return min(shapes, key=lambda shape: (shape[0] > shape[1], sum(shape)))
 
 
