@@ -107,7 +107,7 @@ MUTATIONS = [
     Mutation(
         "torch recomputes a layer as a whole in predictions",
         "forecast/time/layer.py",
-        "GEMMS: -planned[FC2].gemm_s",
+        "GEMMS: -times[FC2].gemm_s",
         "GEMMS: 0.0 * planned[FC2].gemm_s",
         ("tests/unit/forecast/time/test_recomputation.py",),
     ),

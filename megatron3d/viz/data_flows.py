@@ -68,9 +68,8 @@ def data_flows_picture() -> str:
     """Return one lane of boxes per way through the code, as an SVG file."""
     title = "Four ways through the code"
     longest = max(map(len, FLOWS.values()))
-    canvas = Canvas(2 * LEFT + longest * (BOX_WIDTH + ARROW) - ARROW, TOP + LANE * len(FLOWS), title)
-    canvas.text((LEFT, 30), title, 17, INK, "bold")
-    canvas.text((LEFT, 50), "Files below megatron3d/, in order, with the value that each one makes", 12, GREY)
+    below = "Files below megatron3d/, in order, with the value that each one makes"
+    canvas = Canvas(2 * LEFT + longest * (BOX_WIDTH + ARROW) - ARROW, TOP + LANE * len(FLOWS), title, below)
     for number, (name, steps) in enumerate(FLOWS.items()):
         _lane(canvas, TOP + number * LANE, name, steps)
     return canvas.document()

@@ -106,12 +106,9 @@ def layout_picture(mode: Mode, form: str, rank: int) -> str:
     mesh = Mesh(mode.axes, rank)
     shape = " · ".join(f"{name} {size}" for name, size in mode.axes)
     title = f"{mode.name} {form.replace('_', ' ')} on {mesh.world_size} ranks: {shape}"
-    canvas = Canvas(3 * COLUMN + LEFT, TOP + 2 * ROW + 34, title)
-    canvas.text((LEFT, 28), title, 17, INK, "bold")
     where = ", ".join(f"{name} {mesh.coord(name)}" for name in mesh.names)
-    canvas.text(
-        (LEFT, 48), f"Numbers: ranks. Coloured: what rank {rank} ({where}) stores, all-gathers, reduces", 12, GREY
-    )
+    below = f"Numbers: ranks. Coloured: what rank {rank} ({where}) stores, all-gathers, reduces"
+    canvas = Canvas(3 * COLUMN + LEFT, TOP + 2 * ROW + 34, title, below, 28)
     _matmul(canvas, TOP, "expand (column-parallel): residual stream to inner features", mode.expand, mesh)
     _matmul(canvas, TOP + ROW, "contract (row-parallel): inner features to residual stream", mode.contract, mesh)
     canvas.legend(

@@ -72,9 +72,8 @@ def multiplied_pairs(panel: AttentionPanel) -> Mapping[tuple[int, int], tuple[in
 def positions_picture() -> str:
     """Return the picture as an SVG file."""
     title = f"{RANKS} context ranks hold {POSITIONS} positions: rank r has chunks r and {2 * RANKS - 1} - r"
-    canvas = Canvas(len(PANELS) * PANEL + LEFT, TOP + STRIP + POSITIONS * CELL + 96, title)
-    canvas.text((LEFT, 28), title, 17, INK, "bold")
-    canvas.text((LEFT, 48), "A row is a query, a column a key; numbers are the ranks that hold each chunk.", 12, GREY)
+    below = "A row is a query, a column a key; numbers are the ranks that hold each chunk."
+    canvas = Canvas(len(PANELS) * PANEL + LEFT, TOP + STRIP + POSITIONS * CELL + 96, title, below, 28)
     for place, panel in enumerate(PANELS):
         _draw(canvas, LEFT + place * PANEL, panel)
     bottom = TOP + STRIP + POSITIONS * CELL + 80

@@ -27,9 +27,8 @@ def schedules_picture(num_ranks: int = 4, num_microbatches: int = 8, costs: Cost
     longest = max(line.makespan for line in lines.values())
     panel = HEAD + num_ranks * (BAR + 2) + GAP
     title = f"{num_microbatches} microbatches through {num_ranks} ranks, one scale of time"
-    canvas = Canvas(LEFT + UNIT_PX * longest + 24, TOP + panel * len(made), title)
-    canvas.text((24, 30), title, 17, INK, "bold")
-    canvas.text((24, 50), "Forward, dgrad and wgrad take the same time. White is the bubble.", 12, GREY)
+    below = "Forward, dgrad and wgrad take the same time. White is the bubble."
+    canvas = Canvas(LEFT + UNIT_PX * longest + 24, TOP + panel * len(made), title, below)
     canvas.legend((24, 74), [(COLOURS[kind][0], COLOURS[kind][0], words) for kind, words in MEANINGS.items()])
     for number, (name, schedule) in enumerate(made.items()):
         held = " ".join(f"{peak / num_virtual_stages(schedule):g}" for peak in peak_activations(schedule))

@@ -26,11 +26,13 @@ class Rect(NamedTuple):
 
 
 class Canvas:
-    """Picture on white paper; later shapes are drawn over earlier ones."""
+    """Picture on white paper with a title and a line below it; later shapes are drawn over earlier ones."""
 
-    def __init__(self, width: float, height: float, title: str) -> None:
+    def __init__(self, width: float, height: float, title: str, below: str, top: float = 30) -> None:
         self._size, self._title = (width, height), title
         self._shapes = list[str]()
+        self.text((24, top), title, 17, INK, "bold")
+        self.text((24, top + 20), below, 12, GREY)
 
     def rect(self, at: Rect, fill: str, stroke: str = PAPER, width: float = 1.0, dashes: str = "") -> None:
         """Add a rectangle; a fill of `none` leaves what is below visible."""

@@ -63,9 +63,8 @@ CASES = (
 def zero_memory_picture() -> str:
     """Return the ZeRO stages one below the other, a bar per rank, as an SVG file."""
     title = f"What each of {RANKS} data-parallel ranks keeps between steps, in bf16"
-    canvas = Canvas(820, TOP + len(CASES) * PANEL, title)
-    canvas.text((24, 30), title, 17, INK, "bold")
-    canvas.text((24, 50), "Length: bytes per parameter. Coloured: what the rank holds.", 12, GREY)
+    below = "Length: bytes per parameter. Coloured: what the rank holds."
+    canvas = Canvas(820, TOP + len(CASES) * PANEL, title, below)
     full = rank_memory(CASES[0].job()).categories
     per_byte = sum(full[kind] for kind in KINDS) / 18
     entries = [

@@ -82,7 +82,9 @@ def explain_plan(plan: PredictedLayout, problem: PlanningProblem, num_tokens: fl
     for kind, seconds in step.breakdown.items():
         if seconds > 0:
             lines.append(f"  {seconds:10.4f} s  {100 * seconds / step.step_s:5.1f} %  {part_label(kind)}")
-    return [*lines, *memory_lines(plan, problem)]
+    lines.append(f"memory of the rank that needs most, of {problem.memory_bytes / 2**30:.1f} GiB that are there:")
+    held = plan.memory.categories | {"CUDA context and communicators": plan.library_bytes, "in all": plan.total_bytes}
+    return lines + [f"  {size / 2**30:10.2f} GiB  {kind}" for kind, size in held.items()]
 
 
 def beyond(cluster: Cluster, num_ranks: int) -> Iterator[str]:
@@ -93,15 +95,6 @@ def beyond(cluster: Cluster, num_ranks: int) -> Iterator[str]:
             f"{cluster.name} has {outermost.ranks:,} ranks: predicted as if its level {outermost.name} "
             f"({outermost.gb_s:g} GB/s) went on to {num_ranks:,}"
         )
-
-
-def memory_lines(plan: PredictedLayout, problem: PlanningProblem) -> Iterator[str]:
-    """Yield the bytes by category of the rank that needs most."""
-    room = problem.memory_bytes / 2**30
-    yield f"memory of the rank that needs most, of {room:.1f} GiB that are there:"
-    for kind, size in (plan.memory.categories | {"CUDA context and communicators": plan.library_bytes}).items():
-        yield f"  {size / 2**30:10.2f} GiB  {kind}"
-    yield f"  {plan.total_bytes / 2**30:10.2f} GiB  in all"
 
 
 def part_label(kind: str) -> str:

@@ -102,19 +102,18 @@ def _sum_s(move: Move | None, mesh: Mesh, num_elements: float, device: DeviceMod
     return device.memory_bound_s(num_elements * (1 + 1 / mesh.size(move.axes)) * device.itemsize)
 
 
-def latent_times(
-    local: LocalSizes, device: DeviceModel, network: Network, norm: MemoryAccesses, backward: bool
-) -> Iterator[TimeBreakdown]:
+def _latent_times(local: LocalSizes, machine: Machine, backward: bool) -> Iterator[TimeBreakdown]:
     """Yield the times of the norms without their statistics' reductions, and of the rotary key's collectives."""
     if not local.arch.is_latent:
         return
+    device, norm = machine.device, machine.profile.norm
     for size in local.arch.latent_sizes:
         elements = local.tokens * local.part(size, local.mode.residual[1])
         num_bytes = elements * (norm.backward if backward else norm.forward) * device.itemsize
         yield TimeBreakdown({MEMORY: device.memory_bound_s(num_bytes, norm.num_kernels)})
     sizes = local.num_tokens, local.arch.qk_pos_emb_head_dim, device.itemsize
     for call in latent_traffic(local.mode.expand, local.mesh, *sizes, backward):
-        yield exposed_time(call.axes, network.seconds(call, local.mesh))
+        yield exposed_time(call.axes, machine.network.seconds(call, local.mesh))
 
 
 def linears_from_latents(local: LocalSizes) -> list[LocalMatmul]:
@@ -231,65 +230,76 @@ class OverlapModel:
         return times.scaled(1 - hidden / times.total).plus(tax)
 
 
+@dataclass(frozen=True)
+class Linears:
+    """Linears of a layer, or of a module that predicts ahead, in the order of the forward, on a machine."""
+
+    local: LocalSizes
+    machine: Machine
+    times: Mapping[str, LinearTime]
+    over: OverlapModel
+
+    @staticmethod
+    def of(matmuls: Mapping[str, LocalMatmul], local: LocalSizes, machine: Machine) -> Linears:
+        """Return the linears with these matmuls."""
+        times = {path: LinearTime.of(matmul, local, machine) for path, matmul in matmuls.items()}
+        return Linears(local, machine, times, OverlapModel(machine, local.mesh))
+
+    def forward(self) -> TimeBreakdown:
+        """Return the time of the forward of all linears in their order."""
+        over, machine, overlap, parts = self.over, self.machine, self.local.overlap, list[TimeBreakdown]()
+        before = 0.0
+        for each in self.times.values():
+            seconds = each.gemm_s + each.excess.forward
+            parts.append(TimeBreakdown({GEMMS: seconds, MEMORY: machine.device.memory_bound_s(each.joins.forward)}))
+            parts.append(over.with_own_gemm(each.rounds.gather_x + each.rounds.reduce_y, seconds))
+            parts.append(over.overlapped(each.sent.gather_w, before, overlap.weight_gather))
+            before = each.gemm_s
+        # The first linear's weight, counted as exposed, is prefetched during the last linear of the layer before.
+        first = next(iter(self.times.values())).sent.gather_w
+        covered, bare = over.overlapped(first, before, overlap.weight_gather), over.exposed(first)
+        parts.append(TimeBreakdown({kind: covered.get(kind, 0.0) - bare.get(kind, 0.0) for kind in {*covered, *bare}}))
+        return combine(parts)
+
+    def backward(self) -> tuple[TimeBreakdown, TimeBreakdown, TimeBreakdown]:
+        """Return the times of dgrad, of wgrad, and of the unsplit backward."""
+        over, machine, overlap = self.over, self.machine, self.local.overlap
+        half, late, whole = (list[TimeBreakdown]() for _ in range(3))
+        hides = overlap.input_grad and machine.profile.overlaps_input_grad
+        linears = {**self.local.linears, **mtp_linears(self.local.arch)}
+        for name, each in self.times.items():
+            sent, seconds, copied = each.sent, each.gemm_s, each.joins
+            product = TimeBreakdown({GEMMS: seconds})
+            gathers_w = [] if overlap.keep_gathered_weights else sent.gather_w
+            common = [
+                TimeBreakdown({GEMMS: seconds + each.excess.gather_dy}),
+                over.with_own_gemm(each.rounds.gather_dy, seconds),
+                over.overlapped(gathers_w, 2 * seconds, overlap.weight_gather),
+            ]
+            sums = over.overlapped(sent.reduce_dw, 2 * seconds, overlap.weight_grad)
+            add_up = TimeBreakdown({MEMORY: machine.accumulation_s(each.weight, 0.0 if sent.reduce_dw else seconds)})
+            add_up = add_up.plus(TimeBreakdown({MEMORY: machine.device.memory_bound_s(copied.x + copied.w)}))
+            bias = machine.profile.bias_grad * each.output * linears[name].has_bias * machine.device.itemsize
+            moved = copied.dy + copied.dx + copied.w * bool(gathers_w)
+            common += [TimeBreakdown({MEMORY: machine.device.memory_bound_s(num)}) for num in (bias, moved)]
+            alone = over.with_own_gemm(each.rounds.reduce_dx, seconds).plus(
+                TimeBreakdown({GEMMS: each.excess.reduce_dx})
+            )
+            half += [*common, alone]
+            late += [product, over.exposed(sent.gather_x), sums, add_up]
+            whole += [*common, over.overlapped(sent.gather_x, seconds), product, sums, add_up]
+            whole.append(alone if overlap.in_rounds and not hides else over.overlapped(sent.reduce_dx, seconds, hides))
+        return combine(half), combine(late), combine(whole)
+
+
 def layer_times(local: LocalSizes, machine: Machine) -> LayerTimes:
     """Return the times of a layer of the kind of `local.layer` for one microbatch, without router and experts."""
-    planned = {name: LinearTime.of(matmul, local, machine) for name, matmul in local.matmuls.items()}
-    over = OverlapModel(machine, local.mesh)
-    forward = [linears_forward(planned, over, local, machine), *_memory_bound(local, machine, backward=False)]
-    back_i, back_w, whole = linears_backward(planned, over, local, machine)
+    linears = Linears.of(local.matmuls, local, machine)
+    forward = [linears.forward(), *_memory_bound(local, machine, backward=False)]
+    back_i, back_w, whole = linears.backward()
     between = combine(_memory_bound(local, machine, backward=True))
-    again = combine(_recomputation(local, machine, combine(forward), over, planned))
+    again = combine(_recomputation(linears, combine(forward)))
     return LayerTimes(combine(forward), combine((back_i, between, again)), back_w, combine((whole, between, again)))
-
-
-def linears_forward(
-    planned: Mapping[str, LinearTime], over: OverlapModel, local: LocalSizes, machine: Machine
-) -> TimeBreakdown:
-    """Return the time of the forward of linears in their order."""
-    overlap, parts = local.overlap, []
-    before = 0.0
-    for each in planned.values():
-        seconds = each.gemm_s + each.excess.forward
-        parts.append(TimeBreakdown({GEMMS: seconds, MEMORY: machine.device.memory_bound_s(each.joins.forward)}))
-        parts.append(over.with_own_gemm(each.rounds.gather_x + each.rounds.reduce_y, seconds))
-        parts.append(over.overlapped(each.sent.gather_w, before, overlap.weight_gather))
-        before = each.gemm_s
-    # The first linear's weight, counted as exposed, is prefetched during the last linear of the layer before.
-    first = next(iter(planned.values())).sent.gather_w
-    covered, bare = over.overlapped(first, before, overlap.weight_gather), over.exposed(first)
-    parts.append(TimeBreakdown({kind: covered.get(kind, 0.0) - bare.get(kind, 0.0) for kind in {*covered, *bare}}))
-    return combine(parts)
-
-
-def linears_backward(
-    planned: Mapping[str, LinearTime], over: OverlapModel, local: LocalSizes, machine: Machine
-) -> tuple[TimeBreakdown, TimeBreakdown, TimeBreakdown]:
-    """Return the times of dgrad, of wgrad, and of the unsplit backward."""
-    overlap = local.overlap
-    half, late, whole = (list[TimeBreakdown]() for _ in range(3))
-    hides = overlap.input_grad and machine.profile.overlaps_input_grad
-    linears = {**local.linears, **mtp_linears(local.arch)}
-    for name, each in planned.items():
-        sent, seconds, copied = each.sent, each.gemm_s, each.joins
-        product = TimeBreakdown({GEMMS: seconds})
-        gathers_w = [] if overlap.keep_gathered_weights else sent.gather_w
-        common = [
-            TimeBreakdown({GEMMS: seconds + each.excess.gather_dy}),
-            over.with_own_gemm(each.rounds.gather_dy, seconds),
-            over.overlapped(gathers_w, 2 * seconds, overlap.weight_gather),
-        ]
-        sums = over.overlapped(sent.reduce_dw, 2 * seconds, overlap.weight_grad)
-        add_up = TimeBreakdown({MEMORY: machine.accumulation_s(each.weight, 0.0 if sent.reduce_dw else seconds)})
-        add_up = add_up.plus(TimeBreakdown({MEMORY: machine.device.memory_bound_s(copied.x + copied.w)}))
-        bias = machine.profile.bias_grad * each.output * linears[name].has_bias * machine.device.itemsize
-        moved = copied.dy + copied.dx + copied.w * bool(gathers_w)
-        common += [TimeBreakdown({MEMORY: machine.device.memory_bound_s(num)}) for num in (bias, moved)]
-        alone = over.with_own_gemm(each.rounds.reduce_dx, seconds).plus(TimeBreakdown({GEMMS: each.excess.reduce_dx}))
-        half += [*common, alone]
-        late += [product, over.exposed(sent.gather_x), sums, add_up]
-        whole += [*common, over.overlapped(sent.gather_x, seconds), product, sums, add_up]
-        whole.append(alone if overlap.in_rounds and not hides else over.overlapped(sent.reduce_dx, seconds, hides))
-    return combine(half), combine(late), combine(whole)
 
 
 def _memory_bound(local: LocalSizes, machine: Machine, backward: bool) -> Iterator[TimeBreakdown]:
@@ -319,7 +329,7 @@ def _memory_bound(local: LocalSizes, machine: Machine, backward: bool) -> Iterat
         call = ring("reduce_scatter" if backward else "all_gather", axes, whole, local.mesh)
         yield exposed_time(axes, 2 * machine.network.seconds(call, local.mesh))
     yield _exchange(local, machine, backward)
-    yield from latent_times(local, machine.device, machine.network, profile.norm, backward)
+    yield from _latent_times(local, machine, backward)
     if features := local.mesh.nontrivial(local.mode.residual[1]):
         call = ring("all_reduce", features, 2 * local.tokens * 4, local.mesh)
         num_norms = len(arch.norm_sites) + len(arch.latent_sizes)
@@ -353,15 +363,14 @@ def _attention(local: LocalSizes, machine: Machine, backward: bool) -> TimeBreak
     return TimeBreakdown({ATTENTION: (1 + backward) * (first + second) + seconds})
 
 
-def _recomputation(
-    local: LocalSizes, machine: Machine, forward: TimeBreakdown, over: OverlapModel, planned: Mapping[str, LinearTime]
-) -> Iterator[TimeBreakdown]:
+def _recomputation(linears: Linears, forward: TimeBreakdown) -> Iterator[TimeBreakdown]:
     """Yield the times of recomputation in backward; weights are not prefetched for it."""
+    local, machine, times = linears.local, linears.machine, linears.times
     if local.recompute.granularity == "full":
-        exposed = planned.values() if local.overlap.weight_gather else ()
-        yield forward.plus(*(over.exposed(each.sent.gather_w) for each in exposed))
-        if machine.profile.stops_recomputation and FC2 in planned:
-            yield TimeBreakdown({GEMMS: -planned[FC2].gemm_s})
+        exposed = times.values() if local.overlap.weight_gather else ()
+        yield forward.plus(*(linears.over.exposed(each.sent.gather_w) for each in exposed))
+        if machine.profile.stops_recomputation and FC2 in times:
+            yield TimeBreakdown({GEMMS: -times[FC2].gemm_s})
     yield from selective_recomputation(local, machine)
 
 

@@ -38,12 +38,10 @@ from megatron3d.forecast.time.hardware import (
 from megatron3d.forecast.time.layer import (
     ConcatCopies,
     LayerTimes,
-    LinearTime,
+    Linears,
     Machine,
     OverlapModel,
     concat_copies,
-    linears_backward,
-    linears_forward,
 )
 from megatron3d.forecast.time.practices import OURS, ExecutionProfile
 from megatron3d.model.spec import NO_RECOMPUTE
@@ -176,18 +174,17 @@ def ahead_times(local: LocalSizes, machine: Machine) -> LayerTimes:
 
     They are two norms, two linears and their sum, and the all-gathers back to the layout of the residual stream.
     """
-    planned = {name: LinearTime.of(matmul, local, machine) for name, matmul in local.mtp_matmuls.items()}
-    over = OverlapModel(machine, local.mesh)
+    linears = Linears.of(local.mtp_matmuls, local, machine)
     mode, size, norm = local.mode, machine.device.itemsize, machine.profile.norm
     elements, whole_bytes = local.tokens * local.hidden, local.num_tokens * local.arch.hidden_size * size
     changes = [(mode.inner, mode.residual), (mode.residual, mode.inner)]
-    there, back = (over.exposed(relayout_traffic(*layouts, local.mesh, whole_bytes)) for layouts in changes)
+    there, back = (linears.over.exposed(relayout_traffic(*layouts, local.mesh, whole_bytes)) for layouts in changes)
     normed, unnormed = (
         TimeBreakdown({MEMORY: 2 * machine.device.memory_bound_s(elements * (passes + add) * size, 2)})
         for passes, add in ((norm.forward, 1.5), (norm.backward, 0))
     )
-    forward = combine((linears_forward(planned, over, local, machine), normed, there))
-    back_i, back_w, whole = linears_backward(planned, over, local, machine)
+    forward = combine((linears.forward(), normed, there))
+    back_i, back_w, whole = linears.backward()
     again = forward if local.recompute.recomputes_ahead else TimeBreakdown()
     return LayerTimes(
         forward, combine((back_i, unnormed, back, again)), back_w, combine((whole, unnormed, back, again))
