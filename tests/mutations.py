@@ -108,7 +108,7 @@ MUTATIONS = [
         "torch recomputes a layer as a whole in predictions",
         "forecast/time/layer.py",
         "GEMMS: -times[FC2].gemm_s",
-        "GEMMS: 0.0 * planned[FC2].gemm_s",
+        "GEMMS: 0.0 * times[FC2].gemm_s",
         ("tests/unit/forecast/time/test_recomputation.py",),
     ),
     Mutation(

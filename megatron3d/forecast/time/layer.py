@@ -181,7 +181,8 @@ class LinearTime(NamedTuple):
     @staticmethod
     def of(matmul: LocalMatmul, local: LocalSizes, machine: Machine) -> LinearTime:
         """Return the time of a linear with the sizes that this rank multiplies."""
-        (plan, *sizes), mesh, itemsize = matmul[:4], local.mesh, machine.device.itemsize
+        plan, mesh, itemsize = matmul.plan, local.mesh, machine.device.itemsize
+        sizes = matmul.m, matmul.n, matmul.k
         m, n, k = matmul.multiplied(mesh)
         sent = flows(plan, mesh, *sizes, itemsize, wgrad_itemsize=max(itemsize, machine.profile.wgrad_itemsize))
         seconds = machine.device.gemm_s(m, n, k)
