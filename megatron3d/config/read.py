@@ -22,7 +22,7 @@ DEFAULT = "default"
 MAX_PROBLEMS = 50
 # Removed keys: the value without effect that is still accepted, and ignored, and why any other is refused.
 REMOVED: Mapping[str, tuple[int, str]] = {
-    "parallel.tp_num_panels": (1, "panels were removed, since they were slower in nearly every measurement"),
+    "parallel.tp_num_panels": (1, "panels were removed, since they were slower in nearly every measurement")
 }
 
 _KINDS: Mapping[type, str] = {
@@ -68,7 +68,11 @@ def read(path: Path, overrides: Sequence[str] = ()) -> Reading:
     """Read a file with overrides, and return problems instead of raising; the last override of a key wins."""
     problems: list[str] = []
     document = read_document(path, problems)
-    entries = [entry for entry in document or () if not _is_empty_section(entry)]
+    entries = [
+        each
+        for each in document or ()
+        if each.section not in SECTIONS or each.name or each.value not in (None, {})  # not `logging:` without keys
+    ]
     entries += _override_entries(overrides, problems)
     entries = _without_removed(entries, problems)
     known = {entry.key: entry for entry in entries if entry.name in SECTIONS.get(entry.section, ())}
@@ -110,11 +114,6 @@ def _section_and_name(key: str) -> tuple[str, str]:
 def _as_yaml(value: object) -> object:
     """Return a value of JSON as the reader of YAML files gives it."""
     return tuple(map(_as_yaml, value)) if isinstance(value, list) else value
-
-
-def _is_empty_section(entry: Entry) -> bool:
-    """Return whether an entry is a section of the schema without keys, as in `logging:`."""
-    return entry.section in SECTIONS and not entry.name and entry.value in (None, {})
 
 
 def _override_entries(overrides: Iterable[str], problems: list[str]) -> list[Entry]:

@@ -1,9 +1,7 @@
-"""The resolved configuration as text: batch and rank arithmetic, and every value with its origin.
+"""The resolved configuration as text: batch and rank arithmetic, sizes that are slow, and every value with its origin.
 
-Sizes that make a GPU slow: tensor cores read tiles of 64 columns, and fused attention heads of multiples of 8.
-
-Published runs with other sizes take up to 1.5 times as long (NVIDIA, Matrix Multiplication Background User's Guide,
-"requirements to use tensor cores").
+Tensor cores read tiles of 64 columns, and fused attention heads of multiples of 8; published runs with other sizes take
+up to 1.5 times as long (NVIDIA, Matrix Multiplication Background User's Guide, "requirements to use tensor cores").
 """
 
 from __future__ import annotations

@@ -13,13 +13,7 @@ from megatron3d.data.corpus.plan import parse_paths, parse_split
 from megatron3d.data.preprocess.inputs import HF_PREFIX
 from megatron3d.errors import UserError
 
-SAVING = (
-    "save_interval",
-    "non_persistent_save_interval",
-    "keep_latest_k",
-    "save_retain_interval",
-    "async_save",
-)
+SAVING = ("save_interval", "non_persistent_save_interval", "keep_latest_k", "save_retain_interval", "async_save")
 LOADING = ("finetune", "no_load_optim", "accept_changed")
 
 

@@ -6,30 +6,9 @@ from collections.abc import Iterator, Mapping
 
 from megatron3d.config.schema import Config, TrainConfig
 from megatron3d.config.suggest import one_of
+from megatron3d.config.validate import files, layout
+from megatron3d.config.validate import model as network
 from megatron3d.config.validate.facts import Facts, describe_tensor, near_divisors, near_multiples, plain
-from megatron3d.config.validate.files import checkpoint_problems, data_problems, logging_problems
-from megatron3d.config.validate.layout import (
-    context_problems,
-    exchange_problems,
-    execution_problems,
-    feature_problems,
-    form_problems,
-    has_chunks,
-    hierarchy_problems,
-    pipeline_problems,
-    ramp_batch_problems,
-    ramp_problems,
-    token_problems,
-)
-from megatron3d.config.validate.model import (
-    expert_problems,
-    expert_rank_problems,
-    latent_problems,
-    mtp_layout_problems,
-    mtp_problems,
-    rotary_problems,
-    window_problems,
-)
 from megatron3d.data.corpus.plan import vocabulary_problem
 from megatron3d.model.linear_spec import num_parameters
 from megatron3d.pipeline.schedules import size_problems as pipeline_sizes
@@ -101,11 +80,7 @@ def _process_problems(facts: Facts) -> Iterator[str]:
 
 MAX_PARAMETERS, MAX_TOKENS, MAX_SCORES = 10**15, 10**9, 10**17
 # Value of train.recompute_granularity that each key belongs to.
-RECOMPUTE_KEYS = {
-    "recompute_modules": "selective",
-    "recompute_method": "full",
-    "recompute_num_layers": "full",
-}
+RECOMPUTE_KEYS = {"recompute_modules": "selective", "recompute_method": "full", "recompute_num_layers": "full"}
 
 
 def check(
@@ -118,41 +93,30 @@ def check(
 
 def value_problems(facts: Facts) -> Iterator[str]:
     """Yield the problems that do not depend on the arrangement of ranks."""
-    rules = (
-        model_problems,
-        expert_problems,
-        latent_problems,
-        rotary_problems,
-        window_problems,
-        mtp_problems,
-        size_problems,
-        schedule_problems,
-        ramp_problems,
-        data_problems,
-        precision_problems,
-        unused_problems,
-    )
-    for rule in (*rules, logging_problems):
+    model = (model_problems, network.expert_problems, network.latent_problems, network.rotary_problems)
+    lengths = (network.window_problems, network.mtp_problems, size_problems)
+    run = (schedule_problems, layout.ramp_problems, files.data_problems, precision_problems, unused_problems)
+    for rule in (*model, *lengths, *run, files.logging_problems):
         yield from rule(facts)
 
 
 def layout_problems(facts: Facts) -> Iterator[str]:
     """Yield the problems of pipeline, tensor-parallel layout and batch arithmetic."""
-    yield from pipeline_problems(facts)
-    forms = [*form_problems(facts), *hierarchy_problems(facts)]
+    yield from layout.pipeline_problems(facts)
+    forms = [*layout.form_problems(facts), *layout.hierarchy_problems(facts)]
     if forms:
         yield from forms
         return
     mode = facts.spec.mode
     if not _heads_unknown(facts.config):
-        yield from feature_problems(facts, mode)
-        yield from mtp_layout_problems(facts, mode)
-        yield from exchange_problems(facts)
-    yield from context_problems(facts)
-    yield from expert_rank_problems(facts)
-    if has_chunks(facts):  # else that says which length is right
-        yield from token_problems(facts, mode)
-    yield from execution_problems(facts, mode)
+        yield from layout.feature_problems(facts, mode)
+        yield from network.mtp_layout_problems(facts, mode)
+        yield from layout.exchange_problems(facts)
+    yield from layout.context_problems(facts)
+    yield from network.expert_rank_problems(facts)
+    if layout.has_chunks(facts):  # else that says which length is right
+        yield from layout.token_problems(facts, mode)
+    yield from layout.execution_problems(facts, mode)
     yield from batch_problems(facts)
 
 
@@ -228,7 +192,7 @@ def unused_problems(facts: Facts) -> Iterator[str]:
     if None not in (config.train.loss_chunk_tokens, config.train.loss_chunk_mb):
         where, tokens = facts.named("train.loss_chunk_mb"), plain(config, "train.loss_chunk_tokens")
         yield f"{where}: not used with {tokens}, which limits a chunk as well; leave one of the two out"
-    yield from checkpoint_problems(facts)
+    yield from files.checkpoint_problems(facts)
     for key, wanted in RECOMPUTE_KEYS.items():
         if getattr(config.train, key) is not None and config.train.recompute_granularity != wanted:
             where, granularity = facts.named(f"train.{key}"), plain(config, "train.recompute_granularity")
@@ -286,4 +250,4 @@ def batch_problems(facts: Facts) -> Iterator[str]:
         sizes_of_schedule = (sizes.pipeline, batch // step, facts.spec.num_virtual_stages)
         for problem in pipeline_sizes(config.parallel.pipeline_schedule, *sizes_of_schedule):
             yield f"{facts.named('train.global_batch_size')}: {problem}"
-    yield from ramp_batch_problems(facts, step)
+    yield from layout.ramp_batch_problems(facts, step)
