@@ -80,7 +80,7 @@ class Fit:
         for name, value in zip(self.names, vector, strict=True):
             scale, prior, low, high = SCALES[name]
             found[name] = min(max(prior + scale * float(value), low), high)
-        return FittedTerms(**found)
+        return FittedTerms.model_validate(found)
 
     def errors(self, vector: Vector, runs: Sequence[Run]) -> Vector:
         """Return the logarithms of measured over predicted step times."""
@@ -144,7 +144,7 @@ def fit_practice(runs: Sequence[Run], names: tuple[str, ...], folds: int) -> tup
     low, *_, high = quantiles(np.exp(errors), n=10)
     spread = (round(min(low, 1.0), 3), round(max(high, 1.0), 3))
     rounded = {name: float(f"{getattr(fit.terms(everything), name):.3g}") for name in names}
-    return FittedTerms(**rounded, spread=spread), errors
+    return FittedTerms.model_validate({**rounded, "spread": spread}), errors
 
 
 def regrets(runs: Sequence[Run], errors: Vector) -> list[float]:

@@ -102,7 +102,7 @@ def fit_memory(path: Path, folds: int) -> tuple[dict[str, float | tuple[float, f
         _told(f"{folds} folds", ratios),
         _told("older pipeline engine, all terms", _ratios(others, fitted(rows))),
     )
-    judged = judged_fits(path, FittedTerms(**terms))
+    judged = judged_fits(path, FittedTerms.model_validate(terms))
     return terms | {"memory_spread": (round(float(low), 3), round(float(high), 3))}, "\n".join((*told, judged))
 
 

@@ -91,7 +91,7 @@ class Index(BaseModel):
     iteration: Count
     meta: dict[str, JsonValue]
     tensors: dict[Name, StoredTensor]
-    checksum: str | None = Field(None, pattern=CHECKSUM)
+    checksum: str | None = Field(default=None, pattern=CHECKSUM)
 
     def with_prefix(self, prefix: str) -> Index:
         """Return the index of only the tensors whose names start with `prefix`."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any, TypeVar
 
 from megatron3d.attention.rotary_spec import LINEAR, LLAMA3, YARN, RotaryScaling, yarn_attention_factor
 from megatron3d.config.schema import ITEMSIZES, Config, ModelConfig
 from megatron3d.experts.plan import Balance, Experts, fewest_bytes
+from megatron3d.model.option_table import ModelOptions
 from megatron3d.model.spec import FAMILIES, Architecture, default_ffn_hidden_size
 from megatron3d.parallel.modes.mode import ALLGATHER
 
@@ -21,61 +23,34 @@ def resolve_architecture(model: ModelConfig, vocab_size: int, vocab_multiple: in
 
     The padded vocabulary is a multiple of both `vocab_multiple` and `make_vocab_size_divisible_by`.
     """
-    family = FAMILIES[model.family]
-    activation = _or_default(model.activation, family.activation)
-    biases = _or_default(model.add_bias_linear, family.add_bias_linear)
-    ffn = _or_default(model.ffn_hidden_size, default_ffn_hidden_size(model.hidden_size, activation))
-    multiple = math.lcm(model.make_vocab_size_divisible_by, vocab_multiple)
+    options = {each.name: getattr(model, each.name) for each in fields(ModelOptions)}
+    options |= {key: default for key, default in FAMILIES[model.family].items() if options[key] is None}
+    if options["ffn_hidden_size"] is None:
+        options["ffn_hidden_size"] = default_ffn_hidden_size(model.hidden_size, options["activation"])
+    skips, multiple = (
+        _pattern(model.window_attn_skip_freq),
+        math.lcm(model.make_vocab_size_divisible_by, vocab_multiple),
+    )
+    derived = {
+        "num_query_groups": _or_default(model.num_query_groups, model.num_attention_heads),
+        "max_position_embeddings": _or_default(model.max_position_embeddings, model.seq_length),
+        "vocab_size": vocab_size,
+        "add_qkv_bias": _unless(model.add_qkv_bias, options["add_bias_linear"]),
+        "add_mlp_bias": _unless(model.add_mlp_bias, options["add_bias_linear"]),
+        **_head_sizes(model),
+    }
     return Architecture(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        ffn_hidden_size=ffn,
-        num_attention_heads=model.num_attention_heads,
-        num_query_groups=_or_default(model.num_query_groups, model.num_attention_heads),
-        kv_channels=_head_size(model),
-        seq_length=model.seq_length,
-        max_position_embeddings=_or_default(model.max_position_embeddings, model.seq_length),
-        vocab_size=vocab_size,
+        **options | derived,
         padded_vocab_size=-(-vocab_size // multiple) * multiple,
-        position_embedding_type=_or_default(model.position_embedding_type, family.position_embedding_type),
-        rotary_base=model.rotary_base,
-        normalization=_or_default(model.normalization, family.normalization),
-        norm_epsilon=model.norm_epsilon,
-        activation=activation,
-        add_bias_linear=biases,
-        tie_embeddings=_or_default(model.tie_embeddings, family.tie_embeddings),
-        qk_layernorm=model.qk_layernorm,
-        hidden_dropout=model.hidden_dropout,
-        attention_dropout=model.attention_dropout,
-        init_method_std=model.init_method_std,
-        mtp_num_layers=model.mtp_num_layers,
-        mtp_loss_scaling_factor=model.mtp_loss_scaling_factor,
-        add_qkv_bias=_unless(model.add_qkv_bias, biases),
-        add_mlp_bias=_unless(model.add_mlp_bias, biases),
-        apply_layernorm_1p=model.apply_layernorm_1p,
-        norm_placement=model.norm_placement,
-        qk_layernorm_scope=model.qk_layernorm_scope,
-        attention_output_gate=model.attention_output_gate,
-        **{key: getattr(model, key) for key in _SCALES},
         rotary_scaling=_rotary_scaling(model),
-        rotary_percent=model.rotary_percent,
         no_rope_freq=_pattern(model.no_rope_freq),
         window=None if model.window_size is None else model.window_size[0] + 1,
-        window_pattern=tuple(1 - full for full in _pattern(model.window_attn_skip_freq))
-        if isinstance(model.window_attn_skip_freq, int)
-        else _pattern(model.window_attn_skip_freq),
-        rope_local_base_freq=model.rope_local_base_freq,
-        attention_softcap=model.attention_softcap,
-        softmax_type=model.softmax_type,
-        use_parallel_residual=model.use_parallel_residual,
-        rotary_interleaved=model.rotary_interleaved,
-        **_latent_sizes(model),
-        experts=_experts(model, ffn),
+        window_pattern=tuple(1 - full for full in skips) if isinstance(model.window_attn_skip_freq, int) else skips,
+        experts=_experts(model, options["ffn_hidden_size"]),
         balance=_balance(model),
     )
 
 
-_SCALES = ("embedding_scale", "residual_scale", "softmax_scale", "logit_scale", "logit_softcap")
 # Keys of multi-head latent attention and their defaults, Megatron's.
 LATENT_KEYS: Mapping[str, int | None] = {
     "q_lora_rank": None,
@@ -86,17 +61,13 @@ LATENT_KEYS: Mapping[str, int | None] = {
 }
 
 
-def _latent_sizes(model: ModelConfig) -> dict[str, Any]:
-    """Return the sizes of multi-head latent attention, none without it."""
-    used = LATENT_KEYS if model.multi_latent_attention else {}
-    return {key: _or_default(getattr(model, key), default) for key, default in used.items()}
-
-
-def _head_size(model: ModelConfig) -> int:
-    """Return the size of heads in attention's kernels."""
-    if sizes := _latent_sizes(model):
-        return max(int(sizes["qk_head_dim"]) + int(sizes["qk_pos_emb_head_dim"]), int(sizes["v_head_dim"]))
-    return _or_default(model.kv_channels, model.hidden_size // model.num_attention_heads)
+def _head_sizes(model: ModelConfig) -> dict[str, int | None]:
+    """Return the sizes of heads and latents; those of multi-head latent attention are 0 or None without it."""
+    if not model.multi_latent_attention:
+        size = _or_default(model.kv_channels, model.hidden_size // model.num_attention_heads)
+        return {key: None if key.endswith("rank") else 0 for key in LATENT_KEYS} | {"kv_channels": size}
+    sizes = {key: _or_default(getattr(model, key), default) for key, default in LATENT_KEYS.items()}
+    return {**sizes, "kv_channels": max(sizes["qk_head_dim"] + sizes["qk_pos_emb_head_dim"], sizes["v_head_dim"])}
 
 
 def _experts(model: ModelConfig, ffn_hidden_size: int) -> Experts | None:

@@ -7,12 +7,14 @@ stored next to its source.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic.fields import FieldInfo
 
 from megatron3d.attention.context.plan import CONTEXT_EXCHANGES, LOAD_BALANCERS, ZIGZAG
 from megatron3d.errors import is_one_line
+from megatron3d.model.option_table import MAX_LAYERS, FamilyOption, ModelOptions, option
 from megatron3d.parallel.mesh import CONTEXT
 from megatron3d.parallel.modes import MODES
 from megatron3d.pipeline.schedules import FROM_FILE, ONE_F_ONE_B, SCHEDULES
@@ -21,57 +23,6 @@ from megatron3d.runtime.arguments import MAX_NUMBER, MAX_RANKS, MAX_SEED
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 
-# Largest number of a key, far above every known model; MAX_NUMBER for the keys that are not here.
-LARGEST: Mapping[str, int] = {
-    "num_layers": 10_000,
-    "mtp_num_layers": 1000,
-    "hidden_size": 10**6,
-    "ffn_hidden_size": 10**7,
-    "num_moe_experts": 10**5,
-    "moe_layer_freq": 10_000,
-    "moe_router_topk": 10**5,
-    "moe_ffn_hidden_size": 10**7,
-    "moe_shared_expert_intermediate_size": 10**7,
-    "moe_router_num_groups": 10**5,
-    "moe_router_group_topk": 10**5,
-    "moe_expert_capacity_factor": 10**5,
-    "num_attention_heads": 10**5,
-    "num_query_groups": 10**5,
-    "kv_channels": 10**5,
-    **dict.fromkeys(("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"), 10**5),
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 10**6),
-    "seq_length": 10**7,
-    "max_position_embeddings": 10**7,
-    "vocab_size": 10**8,
-    "make_vocab_size_divisible_by": 10**6,
-    "micro_batch_size": 10**6,
-    "global_batch_size": 10**6,
-    "no_rope_freq": 10_000,
-    "window_attn_skip_freq": 10_000,
-    "window_size": 10**7,
-    "tensor_model_parallel_size": MAX_RANKS,
-    "tensor_parallel_shape": MAX_RANKS,
-    "context_parallel_size": MAX_RANKS,
-    "expert_model_parallel_size": MAX_RANKS,
-    "expert_tensor_parallel_size": MAX_RANKS,
-    "expert_load_imbalance": MAX_RANKS,
-    "hierarchical_context_parallel_sizes": MAX_RANKS,
-    "pipeline_model_parallel_size": MAX_RANKS,
-    "num_distributed_optimizer_instances": MAX_RANKS,
-    "profile_ranks": MAX_RANKS,
-    "virtual_pipeline_model_parallel_size": 10_000,
-    "seed": MAX_SEED,
-    **dict.fromkeys(("loss_scale", "initial_loss_scale", "min_loss_scale"), 2**64),
-    "distributed_timeout_minutes": 10**6,
-    "bucket_mb": 10**6,
-    "eval_iters": 10**6,
-    "rollback_window": 10**6,
-    "straggler_steps": 10**6,
-    "mean_document_length": 10**9,
-    "stream_lanes": 10_000,
-    "stream_shuffle_rows": 10**9,
-    "goldfish_h": 10_000,
-}
 # Characters of a text, more than a path may have.
 MAX_TEXT = 4096
 
@@ -80,19 +31,22 @@ class Refused(ValueError):
     """A value that the rule of its key refuses; the message is the reason and a change that works."""
 
 
-class Section(BaseModel):
+class Section(BaseModel, frozen=True):
     """Base of all sections: unknown keys are refused, types are not converted, and values cannot be changed.
 
     Text has at least one character and none that would harm a terminal, a log or a job script.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, str_min_length=1)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, str_min_length=1)
 
     @field_validator("*")
     @classmethod
     def _within_limits(cls, value: object, info: ValidationInfo) -> object:
         """Return the value; raises ValueError for text that is not printable or too long, and for too large numbers."""
-        most = LARGEST.get(str(info.field_name), MAX_NUMBER)
+        limits = declared(cls.model_fields[str(info.field_name)])
+        most = limits.get("most", MAX_NUMBER)
+        if value not in limits.get("enum", (value,)):
+            raise ValueError("not one of the choices")
         for item in value if isinstance(value, tuple) else (value,):
             if isinstance(item, str) and not is_one_line(item):
                 raise ValueError("control characters")
@@ -103,204 +57,151 @@ class Section(BaseModel):
         return value
 
 
-ActivationName = Literal["gelu", "gelu_tanh", "relu", "squared_relu", "swiglu", "geglu", "geglu_tanh", "clamped_swiglu"]
+def key(default: Any, description: str | None = None, **limits: Any) -> Any:
+    """Declare a key of the configuration, as `option` does."""
+    return option(description, default=default, **limits)
+
+
+def declared(field: FieldInfo) -> Mapping[str, Any]:
+    """Return what `option` declares of a key besides the limits of pydantic."""
+    return field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+
+
 Window = Annotated[tuple[Count, Count], Field(strict=False, examples=["[127,0]"])]
 LayerPattern = Annotated[tuple[Literal[0, 1], ...], Field(strict=False, min_length=1)]
 
 
-class ModelConfig(Section):
+class ModelConfig(Section, ModelOptions, FamilyOption, frozen=True):
     """The network."""
 
-    family: Literal["gpt2", "llama"] = "gpt2"
-    num_layers: int = Field(12, ge=1)
-    hidden_size: int = Field(768, ge=1)
-    ffn_hidden_size: int | None = Field(
-        None, ge=1, description="default: 4 hidden, or 8/3 hidden rounded up to 256 where the activation is gated"
+    # Besides the options of the architecture: keys that its other values follow from.
+
+    multi_latent_attention: bool = key(
+        False, "keys and values of all heads come from one latent of each token, which generation caches"
     )
-    num_attention_heads: int = Field(12, ge=1)
-    num_query_groups: int | None = Field(None, ge=1, description="key/value heads; default: num_attention_heads")
-    multi_latent_attention: bool = Field(
-        False, description="keys and values of all heads come from one latent of each token, which generation caches"
-    )
-    q_lora_rank: int | None = Field(
-        None, ge=1, description="with multi_latent_attention: size of the latent of queries; default: they have none"
-    )
-    kv_lora_rank: int | None = Field(
-        None, ge=1, description="with multi_latent_attention: size of the latent of keys and values; default: 512"
-    )
-    qk_head_dim: int | None = Field(
-        None, ge=1, description="with multi_latent_attention: a head's query and key without positions; default: 128"
-    )
-    qk_pos_emb_head_dim: int | None = Field(
-        None, ge=2, description="with multi_latent_attention: the rotated channels that follow them; default: 64"
-    )
-    v_head_dim: int | None = Field(
-        None, ge=1, description="with multi_latent_attention: a head's value and output; default: 128"
-    )
-    kv_channels: int | None = Field(None, ge=1, description="size of a head; default: hidden / heads")
-    seq_length: int = Field(1024, ge=1)
-    max_position_embeddings: int | None = Field(None, ge=1, description="default: seq_length")
-    vocab_size: int | None = Field(None, ge=1, description="default: the tokenizer's")
-    make_vocab_size_divisible_by: int = Field(128, ge=1)
-    position_embedding_type: Literal["learned_absolute", "rope", "none"] | None = Field(
-        None, description="default: the family's"
-    )
-    rotary_base: float = Field(10000.0, gt=0)
-    rope_local_base_freq: float | None = Field(
+    make_vocab_size_divisible_by: int = key(128, ge=1, most=10**6)
+    no_rope_freq: Positive | LayerPattern | None = key(
         None,
-        gt=0,
-        description="base of RoPE in layers with the window, which rotary_scaling then leaves alone; "
-        "default: rotary_base, scaled as in all layers",
+        "layers without RoPE: every n-th, or those with a 1 in a list that repeats over depth",
+        most=MAX_LAYERS,
+        also="no_rope_layer_interval no_rope_layers",
     )
-    rotary_percent: float = Field(
-        1.0, gt=0, le=1, description="fraction of each head's channels that RoPE rotates, the first ones"
-    )
-    rotary_interleaved: bool = Field(
-        False, description="RoPE rotates neighbouring channels, not channels of both halves of a head"
-    )
-    no_rope_freq: Positive | LayerPattern | None = Field(
-        None, description="layers without RoPE: every n-th, or those with a 1 in a list that repeats over depth"
-    )
-    rotary_scaling: Literal["linear", "llama3", "yarn"] | None = Field(
-        None, description="scaling of RoPE for sequences longer than those of earlier training; default: none"
-    )
-    rotary_scaling_factor: float | None = Field(
-        None, ge=1, description="with rotary_scaling: the longest rotations become this much slower"
-    )
-    original_max_position_embeddings: int | None = Field(
-        None, ge=1, description="with llama3 and yarn: sequence length of earlier training"
-    )
-    rotary_low_freq_factor: float | None = Field(
-        None, gt=0, description="with llama3: fewer rotations within the original length are scaled fully; default: 1"
-    )
-    rotary_high_freq_factor: float | None = Field(
-        None, gt=0, description="with llama3: more rotations within the original length are not scaled; default: 4"
-    )
-    rotary_beta_slow: float | None = Field(
-        None, gt=0, description="with yarn: fewer rotations within the original length are scaled fully; default: 1"
-    )
-    rotary_beta_fast: float | None = Field(
-        None, gt=0, description="with yarn: more rotations within the original length are not scaled; default: 32"
-    )
-    rotary_attention_factor: float | None = Field(
-        None, gt=0, description="with yarn: factor of queries and of keys; default: 0.1 ln(rotary_scaling_factor) + 1"
-    )
-    rotary_truncate: bool | None = Field(
-        None, description="with yarn: round the range of interpolated channels to whole channels; default: true"
-    )
-    window_size: Window | None = Field(
+    rotary_scaling: Literal["linear", "llama3", "yarn"] | None = key(
         None,
-        description="sliding window: keys that a query sees before itself, and after itself, which is 0; "
-        "[127, 0] is Hugging Face's sliding_window=128; default: all keys before it",
+        "scaling of RoPE for sequences longer than those of earlier training; default: none",
+        also="rope_scaling use_rope_scaling rope_type",
     )
-    window_attn_skip_freq: Positive | LayerPattern | None = Field(
-        None, description="layers without the window: every n-th, or those with a 0 in a list that repeats over depth"
+    rotary_scaling_factor: float | None = key(
+        None, "with rotary_scaling: the longest rotations become this much slower", ge=1, also="rope_scaling_factor"
     )
-    normalization: Literal["LayerNorm", "RMSNorm", "PlainLayerNorm"] | None = Field(
-        None, description="PlainLayerNorm is LayerNorm without weights and biases; default: the family's"
-    )
-    norm_epsilon: float = Field(1e-5, gt=0)
-    activation: ActivationName | None = Field(None, description="default: the family's")
-    add_bias_linear: bool | None = Field(None, description="biases of all linears of a layer; default: the family's")
-    add_qkv_bias: bool | None = Field(
-        None, description="bias of the query, key and value projections; default: add_bias_linear"
-    )
-    add_mlp_bias: bool | None = Field(None, description="biases of the MLP; default: add_bias_linear")
-    apply_layernorm_1p: bool = Field(False, description="norms multiply by 1 + weight, with weights around 0")
-    norm_placement: Literal["pre", "post", "sandwich"] = Field(
-        "pre", description="norms on the inputs of attention and MLP, on their outputs, or on both"
-    )
-    use_parallel_residual: bool = Field(
-        False, description="attention and MLP of a layer both read its input: x + attention(norm(x)) + MLP(norm(x))"
-    )
-    attention_output_gate: bool = Field(
-        False, description="multiply attention's output by the sigmoid of a projection of its input"
-    )
-    embedding_scale: float = Field(1.0, gt=0, description="factor of the word embeddings")
-    residual_scale: float = Field(
-        1.0, gt=0, description="factor of the outputs of attention and MLP where they are added to their layer's input"
-    )
-    softmax_scale: float | None = Field(
-        None, gt=0, description="factor of attention's scores; default: 1 / root of kv_channels"
-    )
-    attention_softcap: float | None = Field(
-        None, gt=0, description="c: attention's scores become c tanh(score / c); default: unbounded"
-    )
-    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = Field(
-        "vanilla",
-        description="attention sinks: off-by-one adds 1 to the denominator of attention's softmax, learnable the "
-        "exponential of a parameter of each head",
-    )
-    logit_scale: float = Field(1.0, gt=0, description="factor of the logits")
-    logit_softcap: float | None = Field(
-        None, gt=0, description="c: logits become c tanh(logit / c), after logit_scale; default: unbounded"
-    )
-    tie_embeddings: bool | None = Field(None, description="default: the family's")
-    qk_layernorm: bool = Field(False, description="normalize queries and keys")
-    qk_layernorm_scope: Literal["head", "projection"] = Field(
-        "head", description="with qk_layernorm: over each head, or over all heads together"
-    )
-    hidden_dropout: float = Field(0.0, ge=0, lt=1)
-    attention_dropout: float = Field(0.0, ge=0, lt=1)
-    init_method_std: float = Field(0.02, gt=0)
-    num_moe_experts: int | None = Field(None, ge=1, description="experts of a layer; default: an MLP in every layer")
-    moe_layer_freq: Positive | LayerPattern | None = Field(
+    original_max_position_embeddings: int | None = key(
         None,
-        description="layers with experts: each n-th from the first, or those with a 1 in a list that repeats over "
-        "depth; default: all",
-    )
-    moe_router_topk: int | None = Field(None, ge=1, description="experts that each token is sent to; default: 2")
-    moe_ffn_hidden_size: int | None = Field(
-        None, ge=1, description="inner features of an expert; default: ffn_hidden_size"
-    )
-    moe_shared_expert_intermediate_size: int | None = Field(
-        None, ge=1, description="inner features of all shared experts together, which every token is sent to"
-    )
-    moe_shared_expert_gate: bool = Field(
-        False, description="multiply the shared experts' output by the sigmoid of a projection of their input"
-    )
-    moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = Field(
-        "softmax",
-        description="scores of experts; the chosen ones are normalized, but see moe_router_pre_softmax",
-    )
-    moe_router_bias: bool = Field(False, description="the router's logits have a bias, a parameter of the model")
-    moe_router_pre_softmax: bool = Field(
-        False, description="softmax over all experts before the choice, and no normalization over the chosen ones"
-    )
-    moe_router_num_groups: int | None = Field(
-        None, ge=1, description="groups of experts, of which each token chooses from the best moe_router_group_topk"
-    )
-    moe_router_group_topk: int | None = Field(None, ge=1, description="with moe_router_num_groups: groups of a token")
-    moe_router_topk_scaling_factor: float | None = Field(
-        None, gt=0, description="factor of the chosen experts' weights; default: 1"
-    )
-    moe_router_load_balancing_type: Literal["none", "seq_aux_loss", "global_aux_loss"] = Field(
-        "none",
-        description="loss that balances the experts' load: of each sequence, or of the global batch with the load of "
-        "the step before; losses of a microbatch would depend on the layout",
-    )
-    moe_router_enable_expert_bias: bool = Field(
-        False,
-        description="balance without a loss: a bias of each expert, in the choice alone, moves towards an even load at "
-        "each step",
-    )
-    moe_router_bias_update_rate: float | None = Field(
-        None, ge=0, description="with moe_router_enable_expert_bias: how far it moves; default: 0.001"
-    )
-    moe_expert_capacity_factor: float | None = Field(
-        None,
+        "with llama3 and yarn: sequence length of earlier training",
         ge=1,
-        description="in training, the most tokens of a sequence that an expert takes, in multiples of an even load; "
-        "others of its tokens are dropped by it; default: none are",
+        also="original_max_position_embedding old_context_len",
     )
-    moe_aux_loss_coeff: float = Field(0.0, ge=0, description="factor of the loss of moe_router_load_balancing_type")
-    moe_z_loss_coeff: float = Field(0.0, ge=0, description="factor of the router's z-loss; 0: none")
-    mtp_num_layers: int = Field(
-        0, ge=0, description="multi-token prediction: modules that each predict one token further ahead; 0: none"
+    rotary_low_freq_factor: float | None = key(
+        None, "with llama3: fewer rotations within the original length are scaled fully; default: 1", gt=0
     )
-    mtp_loss_scaling_factor: float = Field(
-        0.1, gt=0, description="with mtp_num_layers: factor of the mean of their losses in the total loss"
+    rotary_high_freq_factor: float | None = key(
+        None, "with llama3: more rotations within the original length are not scaled; default: 4", gt=0
     )
+    rotary_beta_slow: float | None = key(
+        None, "with yarn: fewer rotations within the original length are scaled fully; default: 1", gt=0
+    )
+    rotary_beta_fast: float | None = key(
+        None, "with yarn: more rotations within the original length are not scaled; default: 32", gt=0
+    )
+    rotary_attention_factor: float | None = key(
+        None, "with yarn: factor of queries and of keys; default: 0.1 ln(rotary_scaling_factor) + 1", gt=0
+    )
+    rotary_truncate: bool | None = key(
+        None, "with yarn: round the range of interpolated channels to whole channels; default: true"
+    )
+    window_size: Window | None = key(
+        None,
+        "sliding window: keys that a query sees before itself, and after itself, which is 0; [127, 0] is Hugging "
+        "Face's sliding_window=128; default: all keys before it",
+        most=10**7,
+        also="sliding_window attention_window",
+    )
+    window_attn_skip_freq: Positive | LayerPattern | None = key(
+        None,
+        "layers without the window: every n-th, or those with a 0 in a list that repeats over depth",
+        most=MAX_LAYERS,
+        also="sliding_window_pattern",
+    )
+    num_moe_experts: int | None = key(
+        None,
+        "experts of a layer; default: an MLP in every layer",
+        ge=1,
+        most=10**5,
+        also="num_experts num_local_experts n_routed_experts",
+    )
+    moe_layer_freq: Positive | LayerPattern | None = key(
+        None,
+        "layers with experts: each n-th from the first, or those with a 1 in a list that repeats over depth; "
+        "default: all",
+        most=MAX_LAYERS,
+    )
+    moe_router_topk: int | None = key(
+        None, "experts that each token is sent to; default: 2", ge=1, most=10**5, also="num_experts_per_tok top_k"
+    )
+    moe_ffn_hidden_size: int | None = key(
+        None, "inner features of an expert; default: ffn_hidden_size", ge=1, most=10**7, also="moe_intermediate_size"
+    )
+    moe_shared_expert_intermediate_size: int | None = key(
+        None,
+        "inner features of all shared experts together, which every token is sent to",
+        ge=1,
+        most=10**7,
+        also="shared_expert_intermediate_size",
+    )
+    moe_shared_expert_gate: bool = key(
+        False, "multiply the shared experts' output by the sigmoid of a projection of their input"
+    )
+    moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = key(
+        "softmax", "scores of experts; the chosen ones are normalized, but see moe_router_pre_softmax"
+    )
+    moe_router_bias: bool = key(False, "the router's logits have a bias, a parameter of the model")
+    moe_router_pre_softmax: bool = key(
+        False, "softmax over all experts before the choice, and no normalization over the chosen ones"
+    )
+    moe_router_num_groups: int | None = key(
+        None,
+        "groups of experts, of which each token chooses from the best moe_router_group_topk",
+        ge=1,
+        most=10**5,
+        also="n_group",
+    )
+    moe_router_group_topk: int | None = key(
+        None, "with moe_router_num_groups: groups of a token", ge=1, most=10**5, also="topk_group"
+    )
+    moe_router_topk_scaling_factor: float | None = key(
+        None, "factor of the chosen experts' weights; default: 1", gt=0, also="routed_scaling_factor"
+    )
+    moe_router_load_balancing_type: Literal["none", "seq_aux_loss", "global_aux_loss"] = key(
+        "none",
+        "loss that balances the experts' load: of each sequence, or of the global batch with the load of the "
+        "step before; losses of a microbatch would depend on the layout",
+    )
+    moe_router_enable_expert_bias: bool = key(
+        False,
+        "balance without a loss: a bias of each expert, in the choice alone, moves towards an even load at each step",
+    )
+    moe_router_bias_update_rate: float | None = key(
+        None, "with moe_router_enable_expert_bias: how far it moves; default: 0.001", ge=0
+    )
+    moe_expert_capacity_factor: float | None = key(
+        None,
+        "in training, the most tokens of a sequence that an expert takes, in multiples of an even load; others "
+        "of its tokens are dropped by it; default: none are",
+        ge=1,
+        most=10**5,
+        also="capacity_factor moe_capacity_factor expert_capacity",
+    )
+    moe_aux_loss_coeff: float = key(0.0, "factor of the loss of moe_router_load_balancing_type", ge=0)
+    moe_z_loss_coeff: float = key(0.0, "factor of the router's z-loss; 0: none", ge=0)
 
     @field_validator("moe_router_load_balancing_type", mode="before")
     @classmethod
@@ -313,149 +214,115 @@ class ModelConfig(Section):
 DataPath = str | Annotated[tuple[str | float, ...], Field(strict=False)]
 
 
-class DataConfig(Section):
+class DataConfig(Section, frozen=True):
     """The corpus and its tokenizer."""
 
-    data_path: DataPath | None = Field(
-        None, description="prefix of a .bin/.idx pair, or a blend of several, each after its weight"
-    )
-    split: str = Field("969,30,1", description="weights of train, valid and test")
-    train_data_path: DataPath | None = Field(
-        None, description="instead of data_path and split; `hf:NAME_OR_FOLDER[@CONFIG][:SPLIT]` streams a dataset"
-    )
-    valid_data_path: DataPath | None = Field(None, description="with train_data_path")
-    test_data_path: DataPath | None = Field(None, description="with train_data_path")
-    stream_key: str = Field("text", description="text column of a streamed dataset (hf:...)")
-    stream_lanes: int = Field(8, ge=1, description="lanes of a streamed dataset that are read in parallel")
-    stream_shuffle_rows: int = Field(
-        1000, ge=1, description="size of the shuffle buffer of a streamed dataset, in rows"
-    )
-    on_bad_record: Literal["stop", "skip"] = Field(
-        "stop", description="a bad row of a streamed dataset: stop, or skip and count it"
-    )
-    max_epochs: float = Field(4.0, gt=0, description="warn at launch if a corpus is read for more epochs than this")
-    reset_position_ids: bool = Field(False, description="restart position ids at each document")
-    reset_attention_mask: bool = Field(False, description="attend only within a document")
-    mean_document_length: int | None = Field(
+    data_path: DataPath | None = key(
         None,
-        ge=1,
-        description="with reset_attention_mask: tokens of a document, by which predictions count attention; default: "
+        "prefix of a .bin/.idx pair, or a blend of several, each after its weight",
+        also="dataset dataset_path train_data_path",
+    )
+    split: str = key("969,30,1", "weights of train, valid and test")
+    train_data_path: DataPath | None = key(
+        None, "instead of data_path and split; `hf:NAME_OR_FOLDER[@CONFIG][:SPLIT]` streams a dataset"
+    )
+    valid_data_path: DataPath | None = key(None, "with train_data_path")
+    test_data_path: DataPath | None = key(None, "with train_data_path")
+    stream_key: str = key("text", "text column of a streamed dataset (hf:...)")
+    stream_lanes: int = key(8, "lanes of a streamed dataset that are read in parallel", ge=1, most=10_000)
+    stream_shuffle_rows: int = key(1000, "size of the shuffle buffer of a streamed dataset, in rows", ge=1, most=10**9)
+    on_bad_record: Literal["stop", "skip"] = key("stop", "a bad row of a streamed dataset: stop, or skip and count it")
+    max_epochs: float = key(4.0, "warn at launch if a corpus is read for more epochs than this", gt=0)
+    reset_position_ids: bool = key(False, "restart position ids at each document")
+    reset_attention_mask: bool = key(False, "attend only within a document")
+    mean_document_length: int | None = key(
+        None,
+        "with reset_attention_mask: tokens of a document, by which predictions count attention; default: "
         "documents of the corpus in a run, whole sequences before it is read",
+        ge=1,
+        most=10**9,
     )
-    eod_mask_loss: bool = Field(False, description="no loss on the token that follows the end of a document")
-    pad_token_id: int | None = Field(None, ge=0, description="no loss on this token; default: none")
-    goldfish_k: int | None = Field(
-        None, ge=2, description="goldfish loss: one of k tokens is excluded from the loss; default: none"
-    )
-    goldfish_h: int = Field(13, ge=1, description="goldfish loss: context tokens whose hash decides on the next one")
+    eod_mask_loss: bool = key(False, "no loss on the token that follows the end of a document")
+    pad_token_id: int | None = key(None, "no loss on this token; default: none", ge=0)
+    goldfish_k: int | None = key(None, "goldfish loss: one of k tokens is excluded from the loss; default: none", ge=2)
+    goldfish_h: int = key(13, "goldfish loss: context tokens whose hash decides on the next one", ge=1, most=10_000)
     tokenizer_type: Literal[
         "SentencePieceTokenizer", "HuggingFaceTokenizer", "TikTokenizer", "ByteTokenizer", "CharTokenizer"
-    ] = "SentencePieceTokenizer"
-    tokenizer_model: str | None = Field(
-        None, description="tokenizer file; a mere file name is first looked for next to this file"
+    ] = key("SentencePieceTokenizer", also="tokenizer")
+    tokenizer_model: str | None = key(
+        None, "tokenizer file; a mere file name is first looked for next to this file", also="vocab_file tokenizer_path"
     )
-    add_bos_token: bool | None = Field(
-        None,
-        description="begin prompts and streamed documents with the tokenizer's bos token; default: as it declares",
+    add_bos_token: bool | None = key(
+        None, "begin prompts and streamed documents with the tokenizer's bos token; default: as it declares"
     )
 
 
-class CheckpointConfig(Section):
+class CheckpointConfig(Section, frozen=True):
     """Folders and options for saving and loading checkpoints."""
 
-    save: str | None = None
-    load: str | None = Field(
+    save: str | None = key(None, also="out_dir output_dir checkpoints_path save_dir checkpoint.folder")
+    load: str | None = key(
         None,
-        description="a run, its checkpoint, or with finetune a Hugging Face folder; if equal to save: resume from the "
-        "newest checkpoint there, if any",
+        "a run, its checkpoint, or with finetune a Hugging Face folder; if equal to save: resume from the newest "
+        "checkpoint there, if any",
+        also="resume resume_from load_dir init_from resume_from_checkpoint",
     )
-    save_interval: int | None = Field(None, ge=1, description="default: only at the end")
-    non_persistent_save_interval: int | None = Field(
-        None, ge=1, description="iterations between short-lived checkpoints in `non_persistent` of save; default: none"
+    save_interval: int | None = key(
+        None, "default: only at the end", ge=1, also="checkpoint_interval ckpt_interval save_steps checkpoint.interval"
     )
-    keep_latest_k: int | None = Field(None, ge=1, description="number of permanent checkpoints to keep; default: all")
-    save_retain_interval: int | None = Field(
-        None, ge=1, description="keep checkpoints at its multiples permanently, next to the newest keep_latest_k (or 1)"
+    non_persistent_save_interval: int | None = key(
+        None, "iterations between short-lived checkpoints in `non_persistent` of save; default: none", ge=1
     )
-    async_save: bool = Field(
-        False, description="write in the background; training waits only for the copy to CPU memory"
+    keep_latest_k: int | None = key(None, "number of permanent checkpoints to keep; default: all", ge=1)
+    save_retain_interval: int | None = key(
+        None, "keep checkpoints at its multiples permanently, next to the newest keep_latest_k (or 1)", ge=1
     )
-    finetune: bool = Field(False, description="load weights only; iteration, optimizer and data start from scratch")
-    no_load_optim: bool = Field(False, description="load without optimizer state and loss scale")
-    accept_changed: tuple[Literal["tokenizer", "corpus", "data.split", "train.seed"], ...] = Field(
-        (), strict=False, description="what may differ from the run that is continued, which then reads other samples"
+    async_save: bool = key(False, "write in the background; training waits only for the copy to CPU memory")
+    finetune: bool = key(False, "load weights only; iteration, optimizer and data start from scratch")
+    no_load_optim: bool = key(False, "load without optimizer state and loss scale")
+    accept_changed: tuple[Literal["tokenizer", "corpus", "data.split", "train.seed"], ...] = key(
+        (), "what may differ from the run that is continued, which then reads other samples", strict=False
     )
 
 
-class LoggingConfig(Section):
+class LoggingConfig(Section, frozen=True):
     """Reported values, and the outputs that they are written to."""
 
-    log_interval: int = Field(10, ge=1)
-    timing_log_level: Literal[0, 1, 2] = Field(
-        1, description="phase timers: 0 off, 1 in metrics.jsonl, 2 also on the console"
+    log_interval: int = key(10, ge=1, also="logging_steps log_freq")
+    timing_log_level: Literal[0, 1, 2] = key(1, "phase timers: 0 off, 1 in metrics.jsonl, 2 also on the console")
+    straggler_factor: float | None = key(
+        1.5,
+        "a rank is a straggler above this multiple of its peers' median time; null: no detection",
+        gt=1,
+        also="log_straggler",
     )
-    straggler_factor: float | None = Field(
-        1.5, gt=1, description="a rank is a straggler above this multiple of its peers' median time; null: no detection"
+    straggler_steps: int = key(5, "consecutive logged steps before a straggler is reported", ge=1, most=10**6)
+    trace_iterations: tuple[Positive, ...] = key(
+        (), "iterations whose pipeline is traced and plotted in `traces` of checkpoint.save", strict=False
     )
-    straggler_steps: int = Field(5, ge=1, description="consecutive logged steps before a straggler is reported")
-    trace_iterations: tuple[Positive, ...] = Field(
-        (), strict=False, description="iterations whose pipeline is traced and plotted in `traces` of checkpoint.save"
-    )
-    log_moments_interval: int | None = Field(
+    log_moments_interval: int | None = key(
         None,
+        "iterations between statistics of each layer's parameters, gradients and activations",
         ge=1,
-        description="iterations between statistics of each layer's parameters, gradients and activations",
+        also="log_params_norm log_num_zeros_in_grad",
     )
-    profile: bool = Field(False, description="write torch.profiler traces to `profiles` of checkpoint.save")
-    profile_step_start: int = Field(10, ge=1, description="first profiled iteration")
-    profile_step_end: int = Field(12, ge=2, description="iteration before which profiling stops")
-    profile_ranks: tuple[Count, ...] = Field((0,), strict=False, min_length=1, description="profiled ranks")
-    record_memory_history: bool = Field(
-        False, description="with profile: snapshot of the allocator's history in these iterations; GPUs only"
+    profile: bool = key(False, "write torch.profiler traces to `profiles` of checkpoint.save")
+    profile_step_start: int = key(10, "first profiled iteration", ge=1)
+    profile_step_end: int = key(12, "iteration before which profiling stops", ge=2)
+    profile_ranks: tuple[Count, ...] = key((0,), "profiled ranks", strict=False, min_length=1, most=MAX_RANKS)
+    record_memory_history: bool = key(
+        False, "with profile: snapshot of the allocator's history in these iterations; GPUs only"
     )
-    tensorboard_dir: str | None = None
-    wandb_project: str | None = None
-    wandb_name: str | None = None
+    tensorboard_dir: str | None = key(None, also="enable_tensorboard")
+    wandb_project: str | None = key(None, also="wandb_log")
+    wandb_name: str | None = key(None, also="wandb_run_name wandb_exp_name run_name")
     wandb_mode: Literal["online", "offline"] = "online"
-    cluster: str | None = Field(
-        None, description="description in hardware/clusters for step time prediction; default: local, if calibrated"
+    cluster: str | None = key(
+        None, "description in hardware/clusters for step time prediction; default: local, if calibrated"
     )
-    peak_tflops: float | None = Field(
-        None, gt=0, description="dense peak per device, for MFU; default: from the device's name"
-    )
+    peak_tflops: float | None = key(None, "dense peak per device, for MFU; default: from the device's name", gt=0)
 
 
-def _known_mode(name: str) -> str:
-    if name not in MODES:
-        raise ValueError(f"the modes are {', '.join(MODES)}")
-    return name
-
-
-def _known_schedule(name: str) -> str:
-    if name not in (*SCHEDULES, FROM_FILE):
-        raise ValueError(f"the schedules are {', '.join((*SCHEDULES, FROM_FILE))}")
-    return name
-
-
-def _known_exchange(name: str) -> str:
-    if name not in CONTEXT_EXCHANGES:
-        raise ValueError(f"the exchanges are {', '.join(CONTEXT_EXCHANGES)}")
-    return name
-
-
-def _known_balancer(name: str) -> str:
-    if name not in LOAD_BALANCERS:
-        raise ValueError(f"the load balancers are {', '.join(LOAD_BALANCERS)}")
-    return name
-
-
-BalancerName = Annotated[str, AfterValidator(_known_balancer), Field(json_schema_extra={"enum": list(LOAD_BALANCERS)})]
-ExchangeName = Annotated[
-    str, AfterValidator(_known_exchange), Field(json_schema_extra={"enum": list(CONTEXT_EXCHANGES)})
-]
-ModeName = Annotated[str, AfterValidator(_known_mode), Field(json_schema_extra={"enum": list(MODES)})]
-Schedules = Field(json_schema_extra={"enum": [*SCHEDULES, FROM_FILE]})
-ScheduleName = Annotated[str, AfterValidator(_known_schedule), Schedules]
 HeadAndRingRanks = Annotated[tuple[Positive, Positive], Field(strict=False, examples=["[8,4]"])]
 Growth = Annotated[tuple[Positive, Positive, Positive], Field(strict=False, examples=["[8,8,1000]"])]
 MomentDtype = Literal["fp32", "bf16"]
@@ -463,80 +330,106 @@ MomentDtype = Literal["fp32", "bf16"]
 ITEMSIZES: Mapping[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 
 
-class ParallelConfig(Section):
+class ParallelConfig(Section, frozen=True):
     """Layout of the ranks: world_size = TP x CP x PP x DP, with DP derived."""
 
-    tensor_model_parallel_size: int | None = Field(
-        None, ge=1, description="default: product of tensor_parallel_shape, or 1"
-    )
-    tensor_parallel_mode: ModeName = next(iter(MODES))
-    tensor_parallel_shape: tuple[Positive, ...] | None = Field(
-        None, strict=False, description="default: the most even shape of the size"
-    )
-    tensor_parallel_form: str | None = Field(None, description="variant of the mode; default: its first")
-    sequence_parallel: bool = Field(False, description="same as tensor_parallel_form=sequence_parallel")
-    context_parallel_size: int = Field(
-        1, ge=1, description="CP: ranks that split the positions of each sequence, 2 chunks per rank"
-    )
-    cp_comm_type: ExchangeName = Field(
-        next(iter(CONTEXT_EXCHANGES)), description="how context ranks exchange keys and values for attention"
-    )
-    hierarchical_context_parallel_sizes: HeadAndRingRanks | None = Field(
-        None, description="of cp_comm_type a2a+p2p: ranks of a2a, which are neighbours, and of p2p"
-    )
-    context_parallel_load_balancer: BalancerName = Field(
-        ZIGZAG,
-        description="how the positions of packed sequences are divided among context ranks: zigzag, or by the work of "
-        "each sequence's documents",
-    )
-    expert_model_parallel_size: int = Field(
-        1, ge=1, description="EP: ranks among which the experts of a layer are distributed, whole ones to each"
-    )
-    expert_tensor_parallel_size: int = Field(
-        1, ge=1, description="ETP: ranks that split each expert's matrices, neighbours of one another"
-    )
-    moe_token_dispatcher_type: Literal["alltoall", "allgather"] | None = Field(
-        None, description="how tokens reach the ranks of their experts; default: what sends fewer bytes, balanced"
-    )
-    expert_load_imbalance: float = Field(
-        1.0,
-        ge=1,
-        description="what predictions of time and memory assume: rows of the busiest rank of an expert group, in "
-        "multiples of an even load",
-    )
-    pipeline_model_parallel_size: int = Field(1, ge=1)
-    pipeline_schedule: ScheduleName = ONE_F_ONE_B
-    virtual_pipeline_model_parallel_size: int | None = Field(
+    tensor_model_parallel_size: int | None = key(
         None,
+        "default: product of tensor_parallel_shape, or 1",
         ge=1,
-        description="stages (model chunks) per pipeline rank; default: the fewest that the schedule supports",
+        most=MAX_RANKS,
+        also="tp tp_size tensor_parallel_size tensor_parallel_degree",
     )
-    pipeline_schedule_file: str | None = Field(None, description="CSV of actions, for pipeline_schedule=file")
-    pipeline_model_parallel_layout: tuple[Count, ...] | None = Field(
-        None, strict=False, description="layers per stage; default: balanced by FLOPs, the LM head included"
+    tensor_parallel_mode: str = key(next(iter(MODES)), choices=MODES, also="tp_mode tensor_mode")
+    tensor_parallel_shape: tuple[Positive, ...] | None = key(
+        None, "default: the most even shape of the size", strict=False, most=MAX_RANKS, also="tp_shape tensor_shape"
     )
-    zero_stage: Literal[0, 1, 2, 3] = Field(
-        0, description="sharded over data-parallel ranks: 1 optimizer state, 2 also gradients, 3 also parameters (FSDP)"
+    tensor_parallel_form: str | None = key(None, "variant of the mode; default: its first")
+    sequence_parallel: bool = key(False, "same as tensor_parallel_form=sequence_parallel", also="sp")
+    context_parallel_size: int = key(
+        1, "CP: ranks that split the positions of each sequence, 2 chunks per rank", ge=1, most=MAX_RANKS
     )
-    num_distributed_optimizer_instances: int = Field(
-        1, ge=1, description="HSDP: number of replicas; ZeRO shards over the data-parallel ranks of one replica"
+    cp_comm_type: str = key(
+        next(iter(CONTEXT_EXCHANGES)),
+        "how context ranks exchange keys and values for attention",
+        choices=CONTEXT_EXCHANGES,
     )
-    tp_comm_overlap: bool = Field(
+    hierarchical_context_parallel_sizes: HeadAndRingRanks | None = key(
+        None, "of cp_comm_type a2a+p2p: ranks of a2a, which are neighbours, and of p2p", most=MAX_RANKS
+    )
+    context_parallel_load_balancer: str = key(
+        ZIGZAG,
+        "how the positions of packed sequences are divided among context ranks: zigzag, or by the work of each "
+        "sequence's documents",
+        choices=LOAD_BALANCERS,
+    )
+    expert_model_parallel_size: int = key(
+        1, "EP: ranks among which the experts of a layer are distributed, whole ones to each", ge=1, most=MAX_RANKS
+    )
+    expert_tensor_parallel_size: int = key(
+        1, "ETP: ranks that split each expert's matrices, neighbours of one another", ge=1, most=MAX_RANKS
+    )
+    moe_token_dispatcher_type: Literal["alltoall", "allgather"] | None = key(
+        None, "how tokens reach the ranks of their experts; default: what sends fewer bytes, balanced"
+    )
+    expert_load_imbalance: float = key(
+        1.0,
+        "what predictions of time and memory assume: rows of the busiest rank of an expert group, in multiples "
+        "of an even load",
+        ge=1,
+        most=MAX_RANKS,
+    )
+    pipeline_model_parallel_size: int = key(
+        1, ge=1, most=MAX_RANKS, also="pp pp_size pipeline_parallel_size pipeline_parallel_degree"
+    )
+    pipeline_schedule: str = key(
+        ONE_F_ONE_B, choices=(*SCHEDULES, FROM_FILE), also="pp_schedule pipeline_parallel_schedule"
+    )
+    virtual_pipeline_model_parallel_size: int | None = key(
+        None,
+        "stages (model chunks) per pipeline rank; default: the fewest that the schedule supports",
+        ge=1,
+        most=MAX_LAYERS,
+        also="vp vp_size vpp num_model_chunks num_virtual_stages num_layers_per_virtual_pipeline_stage "
+        "num_virtual_stages_per_pipeline_rank",
+    )
+    pipeline_schedule_file: str | None = key(
+        None, "CSV of actions, for pipeline_schedule=file", also="pipeline_parallel_schedule_csv"
+    )
+    pipeline_model_parallel_layout: tuple[Count, ...] | None = key(
+        None,
+        "layers per stage; default: balanced by FLOPs, the LM head included",
+        strict=False,
+        also="decoder_first_pipeline_num_layers num_layers_in_first_pipeline_stage",
+    )
+    zero_stage: Literal[0, 1, 2, 3] = key(
+        0,
+        "sharded over data-parallel ranks: 1 optimizer state, 2 also gradients, 3 also parameters (FSDP)",
+        also="use_distributed_optimizer data_parallel_sharding_strategy data_parallel_shard_degree stage zero fsdp",
+    )
+    num_distributed_optimizer_instances: int = key(
+        1,
+        "HSDP: number of replicas; ZeRO shards over the data-parallel ranks of one replica",
+        ge=1,
+        most=MAX_RANKS,
+        also="data_parallel_replicate_degree",
+    )
+    tp_comm_overlap: bool = key(
         False,
-        description="async tensor parallelism: exposed all-gathers and reduce-scatters overlap with their own GEMM, "
-        "in as many rounds as ranks",
+        "async tensor parallelism: exposed all-gathers and reduce-scatters overlap with their own GEMM, in as "
+        "many rounds as ranks",
     )
-    tp_comm_overlap_input_grad: bool = Field(
-        True, description="overlap the reduction of the input gradient (dgrad) with the wgrad GEMM"
+    tp_comm_overlap_input_grad: bool = key(
+        True, "overlap the reduction of the input gradient (dgrad) with the wgrad GEMM"
     )
-    tp_comm_overlap_weight_grad: bool = Field(
-        True, description="overlap the reduction of the weight gradient (wgrad) with the backward of the next linear"
+    tp_comm_overlap_weight_grad: bool = key(
+        True, "overlap the reduction of the weight gradient (wgrad) with the backward of the next linear"
     )
-    tp_comm_overlap_weight_gather: bool = Field(
-        True, description="prefetch weights: overlap their all-gather with the previous linear, in forward and backward"
+    tp_comm_overlap_weight_gather: bool = key(
+        True, "prefetch weights: overlap their all-gather with the previous linear, in forward and backward"
     )
-    tp_keep_gathered_weights: bool = Field(
-        False, description="keep weights gathered in forward until backward: one all-gather less, more memory"
+    tp_keep_gathered_weights: bool = key(
+        False, "keep weights gathered in forward until backward: one all-gather less, more memory"
     )
 
     @property
@@ -546,135 +439,141 @@ class ParallelConfig(Section):
         return tuple(zip(CONTEXT, (outer, inner), strict=True))
 
 
-class TrainConfig(Section):
+class TrainConfig(Section, frozen=True):
     """Batch, length and precision of the run."""
 
-    micro_batch_size: int = Field(1, ge=1)
-    global_batch_size: int = Field(8, ge=1)
-    rampup_batch_size: Growth | None = Field(
-        None, description="[start, increment, samples]: ramp-up of the global batch size"
-    )
-    seq_length_warmup: Growth | None = Field(
-        None, description="[start, increment, samples]: ramp-up of the sequence length, to which samples are truncated"
-    )
-    train_iters: int = Field(1000, ge=1)
-    iterations_to_skip: tuple[Positive, ...] = Field(
-        (), strict=False, description="iterations whose samples are skipped: nothing is computed, logged or saved"
-    )
-    exit_interval: int | None = Field(None, ge=1)
-    exit_duration_in_mins: float | None = Field(None, gt=0)
-    rollback_nonfinite_steps: int | None = Field(
-        None, ge=1, description="consecutive steps without an update before a rollback to the last good checkpoint"
-    )
-    rollback_loss_spike_score: float | None = Field(
-        None,
-        gt=0,
-        description="robust standard deviations above recent losses that trigger a rollback which skips the samples",
-    )
-    rollback_window: int = Field(128, ge=16, description="recent losses that a new one is compared with")
-    max_rollbacks: int = Field(3, ge=1, description="rollbacks per launch; one more is a failure")
-    check_weight_hash_across_dp_replicas_interval: int | None = Field(
-        None, ge=1, description="iterations between comparisons of data-parallel replicas, bit by bit; default: never"
-    )
-    seed: int = Field(1234, ge=0)
-    distributed_timeout_minutes: float = Field(
-        10.0, gt=0, description="time without progress after which the run ends, naming the rank"
-    )
-    precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
-    loss_scale: float | None = Field(None, gt=0, description="fixed loss scale, with fp16; default: dynamic")
-    initial_loss_scale: float = Field(2.0**32, gt=0, description="initial value of a dynamic loss scale")
-    min_loss_scale: float = Field(1.0, gt=0)
-    loss_scale_window: int = Field(
-        1000, ge=1, description="consecutive finite steps after which the loss scale doubles"
-    )
-    hysteresis: int = Field(2, ge=1, description="non-finite steps before the loss scale halves")
-    eval_interval: int | None = Field(None, ge=1, description="default: never")
-    eval_iters: int = Field(10, ge=1)
-    loss_chunk_tokens: int | None = Field(
-        None,
+    micro_batch_size: int = key(
+        1,
         ge=1,
-        description="tokens per chunk of the loss: only one chunk has logits in memory; default on CPUs: 1024",
+        most=10**6,
+        also="batch_size mbs local_batch_size train_micro_batch_size_per_gpu per_device_train_batch_size",
     )
-    loss_chunk_mb: float | None = Field(
-        None, gt=0, description="instead: MiB of fp32 logits per chunk on each rank; default on GPUs: 1024"
+    global_batch_size: int = key(
+        8, ge=1, most=10**6, also="gbs train_batch_size total_batch_size gradient_accumulation_steps"
     )
-    bucket_mb: float | None = Field(
+    rampup_batch_size: Growth | None = key(None, "[start, increment, samples]: ramp-up of the global batch size")
+    seq_length_warmup: Growth | None = key(
+        None, "[start, increment, samples]: ramp-up of the sequence length, to which samples are truncated"
+    )
+    train_iters: int = key(1000, ge=1, also="max_iters steps max_steps train_steps num_steps iterations train_samples")
+    iterations_to_skip: tuple[Positive, ...] = key(
+        (), "iterations whose samples are skipped: nothing is computed, logged or saved", strict=False
+    )
+    exit_interval: int | None = key(None, ge=1)
+    exit_duration_in_mins: float | None = key(None, gt=0)
+    rollback_nonfinite_steps: int | None = key(
+        None, "consecutive steps without an update before a rollback to the last good checkpoint", ge=1
+    )
+    rollback_loss_spike_score: float | None = key(
+        None, "robust standard deviations above recent losses that trigger a rollback which skips the samples", gt=0
+    )
+    rollback_window: int = key(128, "recent losses that a new one is compared with", ge=16, most=10**6)
+    max_rollbacks: int = key(3, "rollbacks per launch; one more is a failure", ge=1)
+    check_weight_hash_across_dp_replicas_interval: int | None = key(
+        None, "iterations between comparisons of data-parallel replicas, bit by bit; default: never", ge=1
+    )
+    seed: int = key(1234, ge=0, most=MAX_SEED)
+    distributed_timeout_minutes: float = key(
+        10.0, "time without progress after which the run ends, naming the rank", gt=0, most=10**6
+    )
+    precision: Literal["fp32", "bf16", "fp16", "fp64"] = key(
+        "fp32", also="dtype bf16 fp16 params_dtype mixed_precision mixed_precision_param torch_dtype"
+    )
+    loss_scale: float | None = key(None, "fixed loss scale, with fp16; default: dynamic", gt=0, most=2**64)
+    initial_loss_scale: float = key(2.0**32, "initial value of a dynamic loss scale", gt=0, most=2**64)
+    min_loss_scale: float = key(1.0, gt=0, most=2**64)
+    loss_scale_window: int = key(1000, "consecutive finite steps after which the loss scale doubles", ge=1)
+    hysteresis: int = key(2, "non-finite steps before the loss scale halves", ge=1)
+    eval_interval: int | None = key(None, "default: never", ge=1, also="eval_steps")
+    eval_iters: int = key(10, ge=1, most=10**6)
+    loss_chunk_tokens: int | None = key(
+        None, "tokens per chunk of the loss: only one chunk has logits in memory; default on CPUs: 1024", ge=1
+    )
+    loss_chunk_mb: float | None = key(
+        None, "instead: MiB of fp32 logits per chunk on each rank; default on GPUs: 1024", gt=0
+    )
+    bucket_mb: float | None = key(
         None,
+        "bucket size of gradient reduction over data-parallel ranks, in MiB; default: on CPUs 25, on GPUs the "
+        "larger of 160 and 4 per data-parallel rank",
         gt=0,
-        description="bucket size of gradient reduction over data-parallel ranks, in MiB; "
-        "default: on CPUs 25, on GPUs the larger of 160 and 4 per data-parallel rank",
+        most=10**6,
+        also="ddp_bucket_size bucket_cap_mb reduce_bucket_size",
     )
-    recompute_granularity: Literal["selective", "full"] | None = Field(
+    recompute_granularity: Literal["selective", "full"] | None = key(
         None,
-        description="activation recomputation (checkpointing): modules of each layer, or full layers; default: none",
+        "activation recomputation (checkpointing): modules of each layer, or full layers; default: none",
+        also="activation_checkpoint.mode gradient_checkpointing recompute_activations",
     )
-    recompute_modules: tuple[Literal["core_attn", "mlp_act", "mla_up_proj"], ...] | None = Field(
+    recompute_modules: tuple[Literal["core_attn", "mlp_act", "mla_up_proj"], ...] | None = key(
         None,
+        "modules to recompute, with selective; mla_up_proj goes with core_attn; default: core_attn",
         strict=False,
         min_length=1,
-        description="modules to recompute, with selective; mla_up_proj goes with core_attn; default: core_attn",
     )
-    recompute_method: Literal["uniform", "block"] | None = Field(
-        None, description="with full: all layers in groups, or the first layers of each stage; default: uniform"
+    recompute_method: Literal["uniform", "block"] | None = key(
+        None, "with full: all layers in groups, or the first layers of each stage; default: uniform"
     )
-    recompute_num_layers: int | None = Field(
-        None, ge=1, description="with full: layers per group (uniform) or per stage (block); default: 1"
+    recompute_num_layers: int | None = key(
+        None, "with full: layers per group (uniform) or per stage (block); default: 1", ge=1
     )
-    manual_gc: bool = Field(
-        False, description="collect Python's garbage only every manual_gc_interval iterations, on all ranks at once"
+    manual_gc: bool = key(
+        False, "collect Python's garbage only every manual_gc_interval iterations, on all ranks at once"
     )
-    manual_gc_interval: int = Field(0, ge=0, description="with manual_gc; 0: never during training")
-    deterministic_mode: bool = Field(
-        False, description="kernels that give the same bits in every run; an operation without one is an error"
+    manual_gc_interval: int = key(0, "with manual_gc; 0: never during training", ge=0)
+    deterministic_mode: bool = key(
+        False, "kernels that give the same bits in every run; an operation without one is an error"
     )
-    cpu_offloading: bool = Field(False, description="keep saved activations in CPU memory until backward; GPUs only")
-    grad_reduce_in_bf16: bool = Field(
-        False, description="communicate gradients in bf16; they are still accumulated in fp32"
+    cpu_offloading: bool = key(False, "keep saved activations in CPU memory until backward; GPUs only")
+    grad_reduce_in_bf16: bool = key(False, "communicate gradients in bf16; they are still accumulated in fp32")
+    tp_grad_reduce_in_bf16: bool = key(
+        False, "with bf16: reduce weight gradients over tensor axes in bf16, half the bytes of fp32"
     )
-    tp_grad_reduce_in_bf16: bool = Field(
-        False, description="with bf16: reduce weight gradients over tensor axes in bf16, half the bytes of fp32"
+    norm_implementation: Literal["torch", "apex"] = key(
+        "torch", "fused LayerNorm and RMSNorm where features are not sharded: PyTorch's, or NVIDIA apex's"
     )
-    norm_implementation: Literal["torch", "apex"] = Field(
-        "torch", description="fused LayerNorm and RMSNorm where features are not sharded: PyTorch's, or NVIDIA apex's"
-    )
-    compile: bool | Literal["auto"] = Field(
-        "auto", description="torch.compile each layer; auto: on GPUs, not on CPUs; what does not compile is an error"
+    compile: bool | Literal["auto"] = key(
+        "auto",
+        "torch.compile each layer; auto: on GPUs, not on CPUs; what does not compile is an error",
+        also="compile.enable torch_compile",
     )
 
 
-class OptimizerConfig(Section):
+class OptimizerConfig(Section, frozen=True):
     """Update rule of the weights and its learning-rate schedule."""
 
-    lr: float = Field(3e-4, gt=0)
-    min_lr: float = Field(0.0, ge=0)
-    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "cosine"
-    lr_warmup_iters: int = Field(0, ge=0)
-    lr_decay_iters: int | None = Field(None, ge=1, description="default: train_iters")
-    lr_wsd_decay_iters: int | None = Field(
-        None, ge=1, description="iterations of the WSD decay phase; default: a tenth of lr_decay_iters"
+    lr: float = key(3e-4, gt=0, also="learning_rate")
+    min_lr: float = key(0.0, ge=0, also="lr_min min_learning_rate")
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = key(
+        "cosine", also="lr_scheduler_type schedule lr_schedule decay_lr decay_type"
     )
-    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = Field(
-        "linear", description="shape of the WSD decay phase"
+    lr_warmup_iters: int = key(0, ge=0, also="warmup_iters warmup_steps lr_warmup_steps warmup")
+    lr_decay_iters: int | None = key(None, "default: train_iters", ge=1, also="decay_iters lr_decay_steps")
+    lr_wsd_decay_iters: int | None = key(
+        None, "iterations of the WSD decay phase; default: a tenth of lr_decay_iters", ge=1
     )
-    optimizer: Literal["adam"] = Field("adam", description="update rule: AdamW")
-    weight_decay: float = Field(0.1, ge=0)
-    adam_beta1: float = Field(0.9, ge=0, lt=1)
-    adam_beta2: float = Field(0.95, ge=0, lt=1)
-    adam_eps: float = Field(1e-8, gt=0)
-    clip_grad: float = Field(1.0, ge=0, description="maximum global gradient norm; 0: no clipping")
-    exp_avg_dtype: MomentDtype | None = Field(
-        None, description="dtype of the first moment; default: that of the master weights"
+    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = key(
+        "linear", "shape of the WSD decay phase"
     )
-    exp_avg_sq_dtype: MomentDtype | None = Field(
-        None, description="dtype of the second moment; default: that of the master weights"
+    optimizer: Literal["adam"] = key("adam", "update rule: AdamW")
+    weight_decay: float = key(0.1, ge=0)
+    adam_beta1: float = key(0.9, ge=0, lt=1, also="beta1")
+    adam_beta2: float = key(0.95, ge=0, lt=1, also="beta2")
+    adam_eps: float = key(1e-8, gt=0, also="eps epsilon adam_epsilon")
+    clip_grad: float = key(
+        1.0,
+        "maximum global gradient norm; 0: no clipping",
+        ge=0,
+        also="grad_clip max_norm max_grad_norm gradient_clipping",
     )
-    adam_implementation: Literal["torch", "apex"] = Field(
-        "torch",
-        description="fused kernel: PyTorch's, or NVIDIA apex's (built from source, not the PyPI package of that name)",
+    exp_avg_dtype: MomentDtype | None = key(None, "dtype of the first moment; default: that of the master weights")
+    exp_avg_sq_dtype: MomentDtype | None = key(None, "dtype of the second moment; default: that of the master weights")
+    adam_implementation: Literal["torch", "apex"] = key(
+        "torch", "fused kernel: PyTorch's, or NVIDIA apex's (built from source, not the PyPI package of that name)"
     )
 
 
-class Config(Section):
+class Config(Section, frozen=True):
     """A whole run."""
 
     model: ModelConfig = ModelConfig()

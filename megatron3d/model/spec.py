@@ -19,13 +19,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, NamedTuple
 
 from pydantic import JsonValue
 
 from megatron3d.attention.rotary_spec import Rotary, RotaryScaling
 from megatron3d.experts.plan import GLOBAL, Balance, Experts
+from megatron3d.model.option_table import ActivationName, ModelOptions, NormName, PositionName
 
 GRANULARITIES = ("none", "selective", "full")
 CORE_ATTN, MLP_ACT, MLA_UP_PROJ = MODULES = ("core_attn", "mlp_act", "mla_up_proj")
@@ -97,97 +98,64 @@ NORM_SITES: Mapping[str, tuple[str, ...]] = {
 NORM_TENSORS: Mapping[str, int] = {"LayerNorm": 2, "RMSNorm": 1, "PlainLayerNorm": 0}
 
 
-@dataclass(frozen=True)
-class Family:
-    """Defaults of a model family for keys that the configuration leaves open."""
-
-    position_embedding_type: str
-    normalization: str
-    activation: str
-    add_bias_linear: bool
-    tie_embeddings: bool
-
-
-FAMILIES: Mapping[str, Family] = {
-    "gpt2": Family("learned_absolute", "LayerNorm", "gelu_tanh", add_bias_linear=True, tie_embeddings=True),
-    "llama": Family("rope", "RMSNorm", "swiglu", add_bias_linear=False, tie_embeddings=False),
+# Options that a model family has its own default of.
+FAMILIES: Mapping[str, Mapping[str, Any]] = {
+    "gpt2": {
+        "position_embedding_type": "learned_absolute",
+        "normalization": "LayerNorm",
+        "activation": "gelu_tanh",
+        "add_bias_linear": True,
+        "tie_embeddings": True,
+    },
+    "llama": {
+        "position_embedding_type": "rope",
+        "normalization": "RMSNorm",
+        "activation": "swiglu",
+        "add_bias_linear": False,
+        "tie_embeddings": False,
+    },
 }
 
 
-@dataclass(frozen=True)
-class Architecture:
-    """Hyperparameters of the model with every None of the configuration resolved.
+@dataclass(frozen=True, kw_only=True)
+class Architecture(ModelOptions):
+    """Hyperparameters of the model: its options as configured, and what is derived where they are open.
 
-    Fields with a default came later than the first checkpoints, which lack them.
+    Fields with a default came later than the first checkpoints, which lack them, but for `FIRST_OPTIONS`.
 
     Attributes:
         add_qkv_bias, add_mlp_bias: None where they are as `add_bias_linear`.
         no_rope_freq: pattern that repeats over depth, 1 for a layer without rotary positions; empty: none.
         window: keys that a query sees, itself included; None: all before it.
-        rotary_interleaved: RoPE rotates neighbouring channels, not those of both halves of a head.
-        q_lora_rank, kv_lora_rank: sizes of the latents of queries, and of keys and values; None: queries come from the
-            residual stream, and so do keys and values.
-        qk_head_dim, qk_pos_emb_head_dim, v_head_dim: with latents, sizes of a head's queries without and with positions
-            and of its values; `kv_channels` is then the larger of both queries' sum and the values.
         window_pattern: pattern that repeats over depth, 0 for a layer without the window; empty: every layer has it.
-        rope_local_base_freq: base of rotary positions, unscaled, in layers with the window; None: as in the others.
-        use_parallel_residual: attention and MLP read the same residual stream, and both are added to it.
-        residual_scale: factor of what attention and MLP add to the residual stream.
-        softmax_type: whether a constant or learned logit of each head joins the denominator of its softmax.
+        q_lora_rank, kv_lora_rank: None: queries come from the residual stream, and so do keys and values.
+        qk_head_dim, qk_pos_emb_head_dim, v_head_dim: 0 without latents; with them `kv_channels` is the larger of both
+            queries' sum and the values.
         experts: mixture of experts of some layers or all; None: every layer has an MLP.
     """
 
-    num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_attention_heads: int
-    num_query_groups: int
-    kv_channels: int
-    seq_length: int
-    max_position_embeddings: int
-    vocab_size: int
-    padded_vocab_size: int
-    position_embedding_type: str
-    rotary_base: float
-    normalization: str
-    norm_epsilon: float
-    activation: str
-    add_bias_linear: bool
-    tie_embeddings: bool
-    qk_layernorm: bool
-    hidden_dropout: float
-    attention_dropout: float
-    init_method_std: float
-    add_qkv_bias: bool | None = None
-    add_mlp_bias: bool | None = None
-    apply_layernorm_1p: bool = False
-    norm_placement: str = "pre"
-    qk_layernorm_scope: str = "head"
-    attention_output_gate: bool = False
-    embedding_scale: float = 1.0
-    softmax_scale: float | None = None
-    logit_scale: float = 1.0
-    logit_softcap: float | None = None
-    rotary_scaling: RotaryScaling | None = None
-    rotary_percent: float = 1.0
-    no_rope_freq: tuple[int, ...] = ()
-    window: int | None = None
-    window_pattern: tuple[int, ...] = ()
-    rope_local_base_freq: float | None = None
-    attention_softcap: float | None = None
-    softmax_type: str = "vanilla"
-    use_parallel_residual: bool = False
-    experts: Experts | None = None
-    balance: Balance | None = None
-    mtp_num_layers: int = 0
-    mtp_loss_scaling_factor: float = 0.1
-    rotary_interleaved: bool = False
-    q_lora_rank: int | None = None
-    kv_lora_rank: int | None = None
+    # Options, of which none is open.
+    ffn_hidden_size: int = field()
+    num_query_groups: int = field()
+    kv_channels: int = field()
+    max_position_embeddings: int = field()
+    vocab_size: int = field()
+    position_embedding_type: PositionName = field()
+    normalization: NormName = field()
+    activation: ActivationName = field()
+    add_bias_linear: bool = field()
+    tie_embeddings: bool = field()
     qk_head_dim: int = 0
     qk_pos_emb_head_dim: int = 0
     v_head_dim: int = 0
-    residual_scale: float = 1.0
+    # What follows from keys of other names or forms.
+    padded_vocab_size: int
+    rotary_scaling: RotaryScaling | None = None
+    no_rope_freq: tuple[int, ...] = ()
+    window: int | None = None
+    window_pattern: tuple[int, ...] = ()
+    experts: Experts | None = None
+    balance: Balance | None = None
 
     @property
     def is_latent(self) -> bool:
@@ -248,6 +216,13 @@ class Architecture:
 
 
 LAYOUT_FIELDS = frozenset({"padded_vocab_size"})
+# Options that every checkpoint stores, whatever their default in the configuration.
+FIRST_OPTIONS = frozenset(
+    {
+        *("num_layers", "hidden_size", "num_attention_heads", "seq_length", "rotary_base", "norm_epsilon"),
+        *("qk_layernorm", "hidden_dropout", "attention_dropout", "init_method_std"),
+    }
+)
 # Fields that consist of fields.
 _NESTED: Mapping[str, Any] = {"rotary_scaling": RotaryScaling, "experts": Experts, "balance": Balance}
 
@@ -308,7 +283,8 @@ def _record(arch: Architecture) -> dict[str, JsonValue]:
 
 def _later_fields() -> dict[str, JsonValue]:
     """Return the fields that old checkpoints lack, with the value that their models have."""
-    return {field.name: _plain(field.default) for field in fields(Architecture) if field.default is not MISSING}
+    later = (each for each in fields(Architecture) if each.default is not MISSING and each.name not in FIRST_OPTIONS)
+    return {each.name: _plain(each.default) for each in later}
 
 
 def architecture_of_record(record: Mapping[str, JsonValue]) -> Architecture:
@@ -316,6 +292,8 @@ def architecture_of_record(record: Mapping[str, JsonValue]) -> Architecture:
 
     Raises KeyError, TypeError or ValueError where an incompatible version wrote it.
     """
+    if missing := FIRST_OPTIONS - set(record):
+        raise KeyError(*missing)
     values: dict[str, object] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in record.items()
     }

@@ -1,12 +1,8 @@
 """Rules of the layout, derived from plans and schedules: what must be divisible by which axes, stages and microbatches.
 
-Rules of context parallelism: every length of a sequence is a whole number of chunks, two per context rank, and every
-exchange of keys and values has the heads and the sizes that it needs.
-
-Rules of the tensor-parallel modes, derived from their plans: each dimension is divisible by the axes that shard it.
-
-No mode is named here: a plan gives the layouts of X[M, K], W[N, K] and Y[M, N], and the model gives M, K and N.
-Tensors are stored in shards at least as fine as those of the matmul, so it is enough to check how they are stored.
+No tensor-parallel mode is named here: a plan gives the layouts of X[M, K], W[N, K] and Y[M, N], and the model gives M,
+K and N.  Tensors are stored in shards at least as fine as those of the matmul, so it is enough to check how they are
+stored.  Every length of a sequence is a whole number of chunks, two per context rank.
 """
 
 from __future__ import annotations
@@ -18,12 +14,12 @@ from itertools import combinations
 from pathlib import Path
 
 from megatron3d.attention.context.plan import BOTH, CONTEXT_EXCHANGES, DOCUMENTS, ZIGZAG, head_axes
-from megatron3d.config.schema import LARGEST
 from megatron3d.config.suggest import one_of
 from megatron3d.config.validate.facts import Facts, describe_mode, near_divisors, near_multiples, plain, unreadable
 from megatron3d.config.yaml_origins import show
 from megatron3d.errors import UserError
 from megatron3d.linear.overlap_plan import async_plan
+from megatron3d.model.option_table import MAX_LAYERS
 from megatron3d.model.spec import Architecture
 from megatron3d.model.stage_plan import divide
 from megatron3d.parallel.matmul_plan import MatmulPlan
@@ -89,7 +85,7 @@ def ramp_length_problems(facts: Facts, step: int) -> Iterator[str]:
         )
 
 
-SIZE, WARMUP = "parallel.context_parallel_size", "train.seq_length_warmup"
+SIZE = "parallel.context_parallel_size"
 EXCHANGE, SIZES = "parallel.cp_comm_type", "parallel.hierarchical_context_parallel_sizes"
 BALANCER = "parallel.context_parallel_load_balancer"
 ANY = CONTEXT_EXCHANGES[0]
@@ -124,7 +120,7 @@ def context_problems(facts: Facts) -> Iterator[str]:
     if warmup is not None and (warmup[0] % step or warmup[1] % step):
         first = min(max(warmup[0] // step, 1) * step, model.seq_length)
         yield (
-            f"{facts.named(WARMUP)}: start and increment must be multiples of {step}, two chunks of a sequence for "
+            f"{facts.named(LENGTH)}: start and increment must be multiples of {step}, two chunks of a sequence for "
             f"each of the {size} context ranks; use for example [{first},{step},{warmup[2]}]"
         )
 
@@ -372,7 +368,7 @@ def pipeline_problems(facts: Facts) -> Iterator[str]:
         return
     layout = parallel.pipeline_model_parallel_layout
     num_stages = parallel.pipeline_model_parallel_size * facts.spec.num_virtual_stages
-    if num_stages > (LARGEST["num_layers"] if layout is not None else facts.config.model.num_layers):
+    if num_stages > (MAX_LAYERS if layout is not None else facts.config.model.num_layers):
         yield _too_many_stages(facts)
     elif layout is not None:
         yield from layout_problems(facts, facts.spec.stage_owners)
@@ -392,7 +388,7 @@ def _too_many_stages(facts: Facts) -> str:
         fits = SCHEDULES[name].supports(fewer)
         change = f"{VIRTUAL} {fewer}" if fits else f"{SCHEDULE} {one_of(schedules_with(1))}"
         remedies.append(change.removeprefix("parallel."))
-    if ranks * virtual <= LARGEST["num_layers"] or not remedies:
+    if ranks * virtual <= MAX_LAYERS or not remedies:
         remedies.append(f"model.num_layers {ranks * virtual} or more")
     product = f"{ranks} rank{'s' * (ranks > 1)} x {virtual} stages = {ranks * virtual}"
     stages = f"{ranks} stages are" if virtual == 1 else f"{product} are"

@@ -78,7 +78,7 @@ class KernelRates(HardwareFile):
     attention_fractions: tuple[Share, Share]
     launch_us: AtLeast0
     adds_launch: bool = False
-    comm_units: int = Field(0, ge=0, le=MAX_RANKS)
+    comm_units: int = Field(default=0, ge=0, le=MAX_RANKS)
 
     @property
     def bytes_per_s(self) -> float:
@@ -143,8 +143,8 @@ class Cluster(HardwareFile):
     call_us: AtLeast0 = 0
     slurm: SlurmDefaults = SlurmDefaults()
     cores: Ranks | None = None
-    call_busy: float = Field(1, ge=0, le=1)
-    bytes_busy: float = Field(1, ge=0, le=1)
+    call_busy: float = Field(default=1, ge=0, le=1)
+    bytes_busy: float = Field(default=1, ge=0, le=1)
 
     @field_validator("levels")
     @classmethod
