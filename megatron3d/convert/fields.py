@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import JsonValue
 
 from megatron3d.attention.rotary_spec import LINEAR, LLAMA3, YARN
-from megatron3d.model.spec import Architecture
+from megatron3d.model.spec import Architecture, later_options
 
 HubConfig = Mapping[str, JsonValue]
 
@@ -173,30 +173,8 @@ def arch_value(arch: Architecture, name: str) -> Any:
     return getattr(arch, effective.get(name, name))
 
 
-# Switches that no model type has, and the value of each without effect.
-SWITCHES: Mapping[str, JsonValue] = {
-    "mtp_num_layers": 0,
-    "rope_local_base_freq": None,
-    "rotary_percent": 1.0,
-    "add_qkv_bias": None,
-    "add_mlp_bias": None,
-    "apply_layernorm_1p": False,
-    "norm_placement": "pre",
-    "qk_layernorm_scope": "head",
-    "attention_output_gate": False,
-    "residual_scale": 1.0,
-    "embedding_scale": 1.0,
-    "softmax_scale": None,
-    "logit_scale": 1.0,
-    "logit_softcap": None,
-    "use_parallel_residual": False,
-    "attention_softcap": None,
-    "rotary_interleaved": False,
-    "q_lora_rank": None,
-    "kv_lora_rank": None,
-    **dict.fromkeys(("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"), 0),
-    "softmax_type": "vanilla",
-}
+# Options of layers, each with the value that has no effect; a model type without a field for one has this value.
+SWITCHES = {name: value for name, value in later_options().items() if name != "mtp_loss_scaling_factor"}
 
 # Fields that do not affect what the network computes.
 _METADATA = """

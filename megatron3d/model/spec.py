@@ -281,6 +281,12 @@ def _record(arch: Architecture) -> dict[str, JsonValue]:
     return {name: _plain(value) for name, value in asdict(arch).items() if name not in LAYOUT_FIELDS}
 
 
+def later_options() -> dict[str, JsonValue]:
+    """Return the options that old checkpoints lack, with the values that have no effect."""
+    names = {each.name for each in fields(ModelOptions)}
+    return {name: value for name, value in _later_fields().items() if name in names}
+
+
 def _later_fields() -> dict[str, JsonValue]:
     """Return the fields that old checkpoints lack, with the value that their models have."""
     later = (each for each in fields(Architecture) if each.default is not MISSING and each.name not in FIRST_OPTIONS)

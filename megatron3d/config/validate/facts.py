@@ -31,6 +31,12 @@ class Facts:
         origin = f" ({self.origins[key]})" if key in self.origins else ""
         return plain(self.config, key) + origin
 
+    def is_set(self, key: str) -> bool:
+        """Return whether a key has another value than its default."""
+        section, name = key.split(".")
+        values = getattr(self.config, section)
+        return bool(getattr(values, name) != type(values).model_fields[name].default)
+
     @cached_property
     def spec(self) -> RunSpec:
         """Derived values of the run; a rule may only read those that the rules before it have validated."""

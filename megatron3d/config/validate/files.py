@@ -113,7 +113,7 @@ def data_problems(facts: Facts) -> Iterator[str]:
     if data.mean_document_length is not None and not data.reset_attention_mask:
         where = facts.named("data.mean_document_length")
         yield f"{where}: not used without data.reset_attention_mask=true; give that, or leave mean_document_length out"
-    if data.goldfish_k is None and data.goldfish_h != type(data).model_fields["goldfish_h"].default:
+    if data.goldfish_k is None and facts.is_set("data.goldfish_h"):
         yield f"{facts.named('data.goldfish_h')}: not used without data.goldfish_k; give that, or leave goldfish_h out"
 
 
@@ -131,7 +131,7 @@ def _stream_problems(facts: Facts) -> Iterator[str]:
         yield f"{where}: a streamed dataset cannot be split; use data.train_data_path and data.valid_data_path"
     if not any(str(value).startswith(HF_PREFIX) for value in given.values()):
         for key in ("stream_key", "stream_lanes", "stream_shuffle_rows", "on_bad_record"):
-            if getattr(data, key) != type(data).model_fields[key].default:
+            if facts.is_set(f"data.{key}"):
                 where = facts.named(f"data.{key}")
                 yield f"{where}: not used without a path that begins with {HF_PREFIX}; give one, or leave {key} out"
 
@@ -156,7 +156,7 @@ def _path_problems(facts: Facts) -> Iterator[str]:
     config = facts.config
     if config.data.data_path is not None:
         yield f"{facts.named('data.data_path')}: not used with data.train_data_path; leave one of them out"
-    if config.data.split != type(config.data).model_fields["split"].default:
+    if facts.is_set("data.split"):
         yield f"{facts.named('data.split')}: not used with data.train_data_path; leave it out"
     if config.train.eval_interval and config.data.valid_data_path is None:
         where = facts.named("data.train_data_path")

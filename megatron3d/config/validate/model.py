@@ -39,22 +39,15 @@ def window_problems(facts: Facts) -> Iterator[str]:
 
 
 SCALING_KEYS = ("rotary_scaling_factor", *dict.fromkeys(key for keys in ROTARY_KEYS.values() for key in keys))
-# Values of the keys of RoPE that have no effect.
-WITHOUT_EFFECT = {
-    "rotary_percent": 1.0,
-    "rotary_interleaved": False,
-    "no_rope_freq": None,
-    "rotary_scaling": None,
-    "rope_local_base_freq": None,
-}
+ROPE_KEYS = ("rotary_percent", "rotary_interleaved", "no_rope_freq", "rotary_scaling", "rope_local_base_freq")
 
 
 def rotary_problems(facts: Facts) -> Iterator[str]:
     """Yield a message per key of RoPE that is unused, missing or contradictory."""
-    model, arch = facts.config.model, facts.arch
+    arch = facts.arch
     if arch.position_embedding_type != "rope":
-        for key, value in WITHOUT_EFFECT.items():
-            if getattr(model, key) != value:
+        for key in ROPE_KEYS:
+            if facts.is_set(f"model.{key}"):
                 yield (
                     f"{facts.named(f'model.{key}')}: not used with position_embedding_type "
                     f"{arch.position_embedding_type}; use rope, or leave it out"
@@ -138,15 +131,15 @@ def _order_problems(facts: Facts) -> Iterator[str]:
             yield f"{facts.named(f'model.{key}')}: {few:g} is not below {other} {many:g}; use {many / 4:g}"
 
 
-# Keys that latent attention replaces or does without, their values, and why.
+# Keys that latent attention replaces or does without, and why.
 REPLACED = {
-    "num_query_groups": (None, "every head has keys of its own"),
-    "kv_channels": (None, "heads have qk_head_dim + qk_pos_emb_head_dim and v_head_dim channels"),
-    "qk_layernorm": (False, "the latents are always normalized"),
-    "rotary_percent": (1.0, "RoPE rotates the last qk_pos_emb_head_dim channels of a head"),
-    "attention_output_gate": (False, "its output has no gate"),
-    "attention_softcap": (None, "its scores have no cap"),
-    "softmax_type": ("vanilla", "its heads have no sinks"),
+    "num_query_groups": "every head has keys of its own",
+    "kv_channels": "heads have qk_head_dim + qk_pos_emb_head_dim and v_head_dim channels",
+    "qk_layernorm": "the latents are always normalized",
+    "rotary_percent": "RoPE rotates the last qk_pos_emb_head_dim channels of a head",
+    "attention_output_gate": "its output has no gate",
+    "attention_softcap": "its scores have no cap",
+    "softmax_type": "its heads have no sinks",
 }
 
 
@@ -160,8 +153,8 @@ def latent_problems(facts: Facts) -> Iterator[str]:
                 where = facts.named(f"model.{key}")
                 yield f"{where}: not used without model.multi_latent_attention=true; set that, or leave it out"
         return
-    for key, (value, why) in REPLACED.items():
-        if getattr(model, key) != value:
+    for key, why in REPLACED.items():
+        if facts.is_set(f"model.{key}"):
             where = facts.named(f"model.{key}")
             yield f"{where}: not used with model.multi_latent_attention=true, {why}; leave it out"
     if arch.position_embedding_type != "rope":
@@ -193,7 +186,7 @@ def mtp_problems(facts: Facts) -> Iterator[str]:
     """Yield the modules without labels in the shortest sequences, and a factor that nothing uses."""
     model, warmup = facts.config.model, facts.config.train.seq_length_warmup
     if not model.mtp_num_layers:
-        if "mtp_loss_scaling_factor" in model.model_fields_set and model.mtp_loss_scaling_factor != 0.1:
+        if facts.is_set(FACTOR):
             yield f"{facts.named(FACTOR)}: not used with {NUM}=0; leave it out, or use {NUM} 1"
         return
     length = min(model.seq_length, warmup[0] if warmup else model.seq_length)
@@ -237,7 +230,7 @@ def expert_problems(facts: Facts) -> Iterator[str]:
     model, experts = facts.config.model, facts.arch.experts
     if experts is None:
         for name in (name for name in type(model).model_fields if name.startswith("moe_")):
-            if getattr(model, name) != type(model).model_fields[name].default:
+            if facts.is_set(f"model.{name}"):
                 yield f"{facts.named(f'model.{name}')}: not used without {NUM_EXPERTS}; set it, or leave {name} out"
         return
     if experts.topk > experts.num_experts:

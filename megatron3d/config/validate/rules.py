@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from megatron3d.config.schema import Config, TrainConfig
+from megatron3d.config.schema import Config
 from megatron3d.config.suggest import one_of
 from megatron3d.config.validate import files, layout
 from megatron3d.config.validate import model as network
@@ -31,7 +31,7 @@ def precision_problems(facts: Facts) -> Iterator[str]:
 
 def _loss_scale_problems(facts: Facts) -> Iterator[str]:
     config, train = facts.config, facts.config.train
-    given = [key for key in ("loss_scale", *DYNAMIC) if getattr(train, key) != TrainConfig.model_fields[key].default]
+    given = [key for key in ("loss_scale", *DYNAMIC) if facts.is_set(f"train.{key}")]
     if train.precision != "fp16":
         for key in given:
             where, precision = facts.named(f"train.{key}"), plain(config, "train.precision")
