@@ -1,6 +1,9 @@
 """Architecture of a model with every default resolved, the kind of each layer, and activation recomputation.
 
-Activation recomputation as Megatron defines it (Korthikanti et al. 2022, arXiv:2205.05198).
+Kinds of layers repeat along a short pattern over depth, by the index of a layer in the whole model, so that they do not
+depend on the division into stages; this is the one place that reads the keys which choose them.
+
+Activation recomputation is as Megatron defines it (Korthikanti et al. 2022, arXiv:2205.05198):
 
 selective   some modules of every layer: "core_attn" from the output of qkv to the input of proj, "mlp_act" from the
             output of fc1 to the input of fc2; with "core_attn", "mla_up_proj" from the latents of attention on
@@ -8,10 +11,6 @@ full        whole layers, of which only the input is saved: all of a stage in ru
             the first `num_layers` of each stage one by one ("block"); "uniform" includes multi-token prediction
 
 Saved activations may be offloaded to host memory.
-
-The kind of each layer, by its index in the whole model, so that it does not depend on the division into stages.
-
-A kind repeats along a short pattern over depth; this is the one place that reads the keys which choose it.
 """
 
 from __future__ import annotations
