@@ -27,10 +27,8 @@ def resolve_architecture(model: ModelConfig, vocab_size: int, vocab_multiple: in
     options |= {key: default for key, default in FAMILIES[model.family].items() if options[key] is None}
     if options["ffn_hidden_size"] is None:
         options["ffn_hidden_size"] = default_ffn_hidden_size(model.hidden_size, options["activation"])
-    skips, multiple = (
-        _pattern(model.window_attn_skip_freq),
-        math.lcm(model.make_vocab_size_divisible_by, vocab_multiple),
-    )
+    skips = _pattern(model.window_attn_skip_freq)
+    multiple = math.lcm(model.make_vocab_size_divisible_by, vocab_multiple)
     derived = {
         "num_query_groups": _or_default(model.num_query_groups, model.num_attention_heads),
         "max_position_embeddings": _or_default(model.max_position_embeddings, model.seq_length),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from itertools import groupby
 from pathlib import Path
 
@@ -138,7 +139,7 @@ def write_resolved(resolved: Resolved, path: Path, vocab_size: int | None = None
 def _derived(spec: RunSpec) -> dict[str, object]:
     """Return the derived values of keys that are null."""
     config = spec.config
-    null_keys = set(SECTIONS["model"]) & set(Architecture.__annotations__) - {"vocab_size"}
+    null_keys = set(SECTIONS["model"]) & {each.name for each in fields(Architecture)} - {"vocab_size"}
     decay = config.optimizer.lr_decay_iters or config.train.train_iters
     return {f"model.{name}": getattr(spec.arch, name) for name in null_keys} | {
         "parallel.tensor_model_parallel_size": spec.tensor_size,

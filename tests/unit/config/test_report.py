@@ -92,5 +92,6 @@ def test_the_resolved_file_shows_derived_values() -> None:
 
     for shown in (lines(LAYER), lines(None, LAYER)):
         assert "virtual_pipeline_model_parallel_size: null # derived: 2" in shown
+        assert "softmax_scale: null # derived: null" in shown and "kv_channels: null # derived: 4" in shown
         assert "pipeline_model_parallel_layout: null # derived: [3,3,3,3]" in shown
     assert "pipeline_model_parallel_layout: null # default" in lines(None)
