@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -68,6 +69,17 @@ class Groups(LoadScopeScheduling):  # type: ignore[misc]
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Return the scheduler for `--dist loadfile`."""
     return Groups(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+def pytest_collection_finish() -> None:
+    """Leave modules and collected tests out of later garbage collections, which took a sixth of the tests' time."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Let the interpreter free everything when it ends: triton would report what is left as leaks."""
+    gc.unfreeze()
 
 
 @pytest.hookimpl(wrapper=True)
