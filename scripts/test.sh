@@ -25,19 +25,32 @@ fi
 step "ruff: style"
 "$VENV/bin/ruff" check .
 "$VENV/bin/ruff" format --check .
-step "mypy: types"
-"$VENV/bin/mypy"
 pytest=("$VENV/bin/python" -m pytest)
-parallel=(-n "$cores" --maxprocesses 8)
 # All that tests/conftest.py does not mark as slow; importing the other tests takes each worker 6 s.
 fast=(tests/unit tests/test_architecture.py tests/test_words.py)
+
+# Run the given tests while mypy, which computes on one core, checks the types; fail where either does.
+test_while_mypy_checks() {
+    local found status=0 mypy
+    found=$(mktemp)
+    "$VENV/bin/mypy" >"$found" 2>&1 &
+    mypy=$!
+    "${pytest[@]}" "$@" || status=$?
+    step "mypy: types"
+    wait "$mypy" || status=$?
+    cat "$found"
+    rm "$found"
+    return "$status"
+}
+
 if (($# == 0)) || [[ $* == --fast || $* == --full ]]; then
-    step "pytest: fast unit tests"
-    "${pytest[@]}" -m "not slow" "${parallel[@]}" "${fast[@]}"
+    step "pytest: fast unit tests, while mypy checks types"
+    test_while_mypy_checks -m "not slow" -n "$cores" --maxprocesses 8 "${fast[@]}"
     if [[ ${1:-} == --fast ]]; then exit; fi
     step "pytest: layouts, several ranks, whole programs"
-    "${pytest[@]}" -m slow --on-cpu "${parallel[@]}" --dist loadfile "$@"
+    # One worker more than cores: tests of SLURM and of the watchdog wait for minutes.
+    "${pytest[@]}" -m slow --on-cpu -n "$((cores + 1))" --maxprocesses 8 --dist loadfile "$@"
 else
-    step "pytest"
-    "${pytest[@]}" "$@"
+    step "pytest, while mypy checks types"
+    test_while_mypy_checks "$@"
 fi
