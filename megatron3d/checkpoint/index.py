@@ -281,6 +281,7 @@ class Meta(BaseModel):
     """Metadata of a checkpoint; `config` and `mesh` are those of the run that wrote it.
 
     `model_type` is that of the Hugging Face folder that the run's weights come from, empty where there is none.
+    `changes` are the options of the model that a continuation has changed: iteration, name, value before and after.
     """
 
     model_config = ConfigDict(strict=True)
@@ -296,6 +297,7 @@ class Meta(BaseModel):
     mesh: dict[str, int] = {}
     versions: dict[str, str] = {}
     model_type: str = ""
+    changes: list[dict[str, JsonValue]] = []
 
 
 def read_meta(folder: Path) -> Meta:

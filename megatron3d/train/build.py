@@ -186,7 +186,7 @@ def load_options(spec: RunSpec) -> LoadOptions:
     checkpoint = spec.config.checkpoint
     continues = not checkpoint.finetune
     optimizer = continues and not checkpoint.no_load_optim
-    return LoadOptions(continues, optimizer, frozenset(checkpoint.accept_changed), adapts=not continues)
+    return LoadOptions(continues, optimizer, frozenset(checkpoint.accept_changed))
 
 
 def resume(state: TrainState, identity: dict[str, JsonValue], comm: Comm, saver: CheckpointSaver | None) -> None:

@@ -60,14 +60,12 @@ class LoadOptions:
         progress: iteration and position in the data.
         optimizer: its state tensors, number of updates, loss scale.
         accept: parts of the run's identity that may differ.
-        adapts: the model may differ in fields that no parameter depends on, such as the length of its sequences.
         source: format of the files.
     """
 
     progress: bool = True
     optimizer: bool = True
     accept: frozenset[str] = frozenset()
-    adapts: bool = False
     source: SourceFormat = SourceFormat()
 
 
@@ -96,6 +94,7 @@ def describe(state: TrainState, identity: Mapping[str, JsonValue], config: Confi
         mesh=dict(state.model.comm.mesh.axes),
         versions={"megatron3d": __version__, "torch": str(torch.__version__)},
         model_type=state.model_type,
+        changes=list(state.changes),
     ).model_dump()
 
 
@@ -112,8 +111,9 @@ def load_state(
 ) -> None:
     """Load a checkpoint of any layout into the state.
 
-    Raises UserError, on all ranks, if the checkpoint is damaged, is of another model or has another `identity`
-    (tokenizer, corpus, seed).
+    The model may differ in options that no parameter depends on: published recipes end with other coefficients of
+    losses, dropout, capacity, and longer sequences.  Raises UserError, on all ranks, if the checkpoint is damaged, is
+    of another model or has another `identity` (tokenizer, corpus, seed).
     """
     raise_if_damaged(folder, try_load(folder, state, identity, options))
 
@@ -153,6 +153,8 @@ def try_load(
     buffers.publish()
     (meta,) = metas
     state.model_type = meta.model_type
+    changed = changed_fields(meta.model, state.model.arch)
+    state.changes = [*meta.changes, *({"iteration": meta.iteration, **each._asdict()} for each in changed)]
     if options.progress:
         state.iteration, state.consumed_samples = meta.iteration, meta.consumed_samples
         if state.stream is not None:
@@ -186,7 +188,7 @@ def _check_compatible(
     meta = meta_of(folder, index)
     accepted = options.accept | (frozenset() if options.progress else ORDER_OF_SAMPLES)
     arch, found = state.model.arch, meta.identity
-    changes = [each for each in changed_fields(meta.model, arch) if not (options.adapts and may_change(each, arch))]
+    changes = [each for each in changed_fields(meta.model, arch) if not may_change(each, arch)]
     compared = [name for name in identity if name in found or not options.source.is_foreign]
     different = [name for name in compared if found.get(name) != identity[name] and name not in accepted]
     said = f"{folder}: saved with {{}}={{}}, but this run has {{}}; continue with the saved one"

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import socket
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,6 +43,7 @@ class TrainState:
         spec: the run that this is the state of.
         stream: the streamed dataset if one is trained on; checkpoints store the position in it.
         model_type: that of the Hugging Face folder that the weights come from; empty: they come from none.
+        changes: options of the model that continuations have changed, as checkpoints store them.
     """
 
     spec: RunSpec
@@ -54,6 +56,7 @@ class TrainState:
     consumed_samples: int = 0
     stream: StreamedSamples | None = None
     model_type: str = ""
+    changes: Sequence[dict[str, Any]] = ()
 
 
 def connect(spec: RunSpec) -> ProcessComm:

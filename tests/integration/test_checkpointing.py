@@ -111,21 +111,25 @@ def test_finetune_loads_only_weights(config: Path, whole: Path, other: Path, tmp
     assert (meta.optimizer_steps, meta.consumed_samples) == (2, 32)
 
 
-def test_finetuning_may_change_length_and_rotary_positions(config: Path, tmp_path: Path) -> None:
-    """Weights trained with rotary positions start a run with longer sequences, which says what has changed."""
+def test_a_continuation_may_change_what_no_weight_depends_on(config: Path, tmp_path: Path) -> None:
+    """Longer sequences, scaled positions and dropout, as at the end of a recipe: catches a step that starts over."""
     rope = ["model.position_embedding_type=rope", "train.train_iters=2", *FP64]
     assert run(config, *rope, *in_run(f"{tmp_path}/short")).code == ExitCode.DONE
     asked = [*rope, f"checkpoint.save={tmp_path}/long", f"checkpoint.load={tmp_path}/short"]
     longer = ["model.seq_length=32", "model.rotary_base=500000", "model.rotary_scaling=linear"]
     longer += ["model.rotary_scaling_factor=2.0"]
     names = ("seq_length", "max_position_embeddings", "rotary_base", "rotary_scaling")
-    refuse(config, [*asked, *longer], *((f"saved with model.{name}=", "continue with the saved one") for name in names))
-    outcome = run(config, *asked, *longer, "checkpoint.finetune=true")
+    longer += ["train.train_iters=4", "model.hidden_dropout=0.2"]
+    outcome = run(config, *asked, *longer)
     assert outcome.code == ExitCode.DONE, outcome
+    assert [iteration for iteration, *_ in steps(tmp_path / "long")] == [3, 4]
     assert "> model.seq_length: 16 in the checkpoint, 32 in this run" in outcome.out
     scaling = {"kind": "linear", "factor": 2.0}
     assert f"> model.rotary_scaling: None in the checkpoint, {scaling} in this run" in outcome.out
-    assert read_meta(tmp_path / "long/iter_0000002").model["rotary_scaling"] == scaling
+    meta = read_meta(tmp_path / "long/iter_0000004")
+    assert meta.model["rotary_scaling"] == scaling and meta.optimizer_steps == 4
+    assert {change["name"] for change in meta.changes} == {*names, "hidden_dropout"}
+    assert {"iteration": 2, "name": "seq_length", "saved": 16, "own": 32} in meta.changes
     other = ["model.rotary_percent=0.5", "checkpoint.finetune=true", f"checkpoint.save={tmp_path}/other"]
     refuse(config, [*asked, *other], ("saved with model.rotary_percent=1.0, but this run has 0.5", ""))
 

@@ -46,7 +46,7 @@ HUBS: dict[str, dict[str, Any]] = {
 HUBS["phi3"] = {**HUBS["llama"], "model_type": "phi3", "pad_token_id": None, "sliding_window": 5}
 HUBS["gpt_neox"] = {name: value for name, value in HUBS["llama"].items() if name != "num_key_value_heads"}
 HUBS["gpt_neox"] |= {"model_type": "gpt_neox", "hidden_size": 64, "attention_dropout": 0.0, "hidden_dropout": 0.0}
-WEIGHTS = {"progress": False, "optimizer": False, "adapts": True}
+WEIGHTS = {"progress": False, "optimizer": False}
 PLACES = [
     (
         name,
