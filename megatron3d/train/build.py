@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,6 +47,10 @@ from megatron3d.train.state import TrainState, build_state, connect
 # Sequences whose documents stand for those of all, in predictions of a run.
 TYPICAL_SEQUENCES = 16
 HUGGING_FACE = SourceFormat(read_hub_index, HubFile, is_foreign=True)
+
+
+# Most blocks of a file without a manifest that are read before the first step, of a million tokens each.
+MAX_BLOCKS = 1024
 
 
 def build_run(resolved: Resolved, runtime: Runtime, phases: StartupPhases) -> Run:
@@ -230,9 +234,9 @@ def check_nothing_lost(root: Path, damaged: Sequence[tuple[Path, str]]) -> None:
 
 
 def check_without_manifest(corpus: Corpus, state: TrainState) -> None:
-    """Read every token of the files without a manifest (made by Megatron), partitioned over the ranks.
+    """Check tokens of the files without a manifest (made by Megatron), in a large one blocks at equal distances.
 
-    Raises UserError if a token is outside the vocabulary.
+    Raises UserError if one is outside the vocabulary; every token is checked again when it is sampled.
     """
     for data in (dataset for dataset in corpus.datasets if dataset.manifest is None):
         _check_file(data, state)
@@ -240,12 +244,19 @@ def check_without_manifest(corpus: Corpus, state: TrainState) -> None:
 
 def _check_file(data: IndexedDataset, state: TrainState) -> None:
     comm, vocab_size = state.model.comm, state.model.arch.vocab_size
-    starts = range(comm.mesh.rank * BLOCK, data.num_tokens, comm.mesh.world_size * BLOCK)
+    starts = range(0, data.num_tokens, BLOCK)
+    starts = starts[:: -(-len(starts) // MAX_BLOCKS)][comm.mesh.rank :: comm.mesh.world_size]
     blocks = (data.tokens(start, min(start + BLOCK, data.num_tokens)) for start in starts)
-    gathered = comm.gather_object([(int(block.min()), int(block.max())) for block in blocks])
-    bounds = comm.broadcast_object(gathered and [bound for part in gathered for bound in part])
-    low, high = min(low for low, _ in bounds), max(high for _, high in bounds)
+    gathered = comm.gather_object(_bounds((int(block.min()), int(block.max())) for block in blocks))
+    bounds = _bounds(pair for pair in gathered if pair is not None) if gathered else None
+    low, high = comm.broadcast_object(bounds)
     check_token_ids(data.prefix, low, high, vocab_size)
+
+
+def _bounds(pairs: Iterable[tuple[int, int]]) -> tuple[int, int] | None:
+    """Return the smallest and the largest number of some pairs; None without any."""
+    found = list(pairs)
+    return (min(low for low, _ in found), max(high for _, high in found)) if found else None
 
 
 def open_outputs(resolved: Resolved, comm: Comm, state: TrainState) -> tuple[FolderLock | None, MetricsWriter | None]:
