@@ -106,7 +106,8 @@ class Heartbeat:
         pid: process id.
         num_collectives: collectives started so far.
         last_collective: name, axes and number of the last one, empty before the first.
-        stack: innermost frames of this package in the main thread, and in that of the backward, outermost first.
+        stack: innermost frames of this package in the main thread, and in that of the backward, outermost first; None
+            as long as iteration and collectives change.
         idle_s: seconds since iteration, collectives or stack changed.
         groups: status of each group, by a name that is the same on all its ranks.
     """
@@ -117,13 +118,13 @@ class Heartbeat:
     iteration: int | None
     num_collectives: int
     last_collective: str
-    stack: tuple[str, ...]
+    stack: tuple[str, ...] | None
     idle_s: float
     groups: Mapping[str, GroupStatus] = field(default_factory=dict)
 
     @property
     def in_collective(self) -> bool:
-        """Whether the rank waits in a collective."""
+        """Whether the rank is known to wait in a collective."""
         return bool(self.stack) and self.stack[-1].startswith(COLLECTIVES_FILES)
 
     @property
@@ -131,7 +132,8 @@ class Heartbeat:
         """Iteration, stack and last collective in words."""
         when = "before the first iteration" if self.iteration is None else f"after iteration {self.iteration}"
         last = f"last collective {self.last_collective}" if self.last_collective else "no collective yet"
-        return f"{when}, in {' > '.join(self.stack) or 'no frame of megatron3d'}; {last}"
+        where = "" if self.stack is None else f", in {' > '.join(self.stack) or 'no frame of megatron3d'}"
+        return f"{when}{where}; {last}"
 
     @property
     def process(self) -> str:
@@ -146,7 +148,8 @@ class Heartbeat:
         """Return the heartbeat that was written as `json.dumps(asdict(heartbeat))`."""
         values = json.loads(text)
         groups = {name: GroupStatus(**status) for name, status in values["groups"].items()}
-        return Heartbeat(**{**values, "stack": tuple(values["stack"]), "groups": groups})
+        stack = None if values["stack"] is None else tuple(values["stack"])
+        return Heartbeat(**{**values, "stack": stack, "groups": groups})
 
 
 Heartbeats = Mapping[int, Heartbeat]

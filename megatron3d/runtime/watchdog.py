@@ -1,8 +1,9 @@
 """Watchdog: a run with several ranks never hangs forever, and its last message names the rank at fault.
 
 The watchdog thread of each rank publishes a heartbeat twice a second in a store that all ranks can read: iteration,
-stack of the main thread, collectives of each group.  A rank that makes no progress for too long, or loses a connection,
-writes what torch recorded of its collectives, and compares the heartbeats of all ranks (`heartbeat.diagnose`).
+collectives of each group, and once neither has changed for a while the stack of the main thread.  A rank that makes no
+progress for too long, or loses a connection, writes what torch recorded of its collectives, and compares the heartbeats
+of all ranks (`heartbeat.diagnose`).
 
 Then all ranks end, also where the store does not answer since the process that keeps it is stopped: only one thread
 calls the store, and others watch for progress and end the process.  The threads of a step are sampled from outside,
@@ -10,30 +11,27 @@ so the watchdog costs the training loop nothing.
 
 Before that, each rank listens to the heartbeat of the next one, and says when it stops and when it comes back.
 
-Where each thread of this process is in this package, read without disturbing it.
-
-`sys._current_frames` gives frame objects that their threads go on with, and free, while another thread reads them: a
-training process has crashed there, in `f_back` of CPython 3.11.  faulthandler writes the stacks of all threads in one
-call, during which none runs.
+Stacks are read while their threads run, which takes care.  faulthandler walks the list of threads without CPython's
+lock, and crashes where a C++ thread (of autograd, of gloo) adds itself: a run of two tensor-parallel ranks did after
+20,000 reads.  `sys._current_frames` takes the lock, but `f_back` makes objects, and in CPython 3.11 a garbage
+collection that this starts runs other threads, whose frames are freed meanwhile.  So the collector is off during a
+read, and no thread asks for the interpreter for longer than a read takes; 460,000 reads per rank did no harm.
 """
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
+import gc
 import json
 import os
-import re
 import socket
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
-from typing import BinaryIO
+from types import FrameType, TracebackType
 
 from megatron3d.errors import UserError
 from megatron3d.runtime.files import write_bytes
@@ -41,50 +39,49 @@ from megatron3d.runtime.heartbeat import COLLECTIVES_FILES, CollectiveStatus, He
 
 PACKAGE = Path(__file__).parents[1]
 MAX_FRAMES = 4
-_THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
-_FRAME = re.compile(r'  File "(.*)", line ([0-9]+) in (.*)')
+# While stacks are read, a thread that waits for the interpreter asks for it only after this time.
+SWITCH_S = 0.1
+_READING = threading.Lock()
 
 
 def package_stacks(apart_from: str = "") -> dict[int, tuple[str, ...]]:
     """Return the innermost `MAX_FRAMES` frames of this package in each thread, each as `file:line function`.
 
-    The keys are the threads' `ident`; without memory or descriptors for the text there are none.
+    The keys are the threads' `ident`.
 
     Args:
         apart_from: a file whose frames do not count, nor do those of this one.
     """
-    inside, ours = _as_written(f"{PACKAGE}{os.sep}"), {_as_written(__file__), _as_written(apart_from)}
-    found: dict[int, list[str]] = {}
-    frames: list[str] = []
-    for line in _text().splitlines():
-        if thread := _THREAD.match(line):
-            frames = found.setdefault(int(thread[1], 16), [])
-        elif len(frames) < MAX_FRAMES and (frame := _FRAME.fullmatch(line)):
-            file, number, function = frame.groups()
-            if file.startswith(inside) and file not in ours:
-                frames.append(f"{file.removeprefix(inside)}:{number} {function}")
-    return {ident: tuple(reversed(frames)) for ident, frames in found.items()}
+    inside, ours = f"{PACKAGE}{os.sep}", (__file__, apart_from)
+    with _other_threads_waiting():
+        return {ident: _innermost(frame, inside, ours) for ident, frame in sys._current_frames().items()}
 
 
-def _as_written(path: str) -> str:
-    """Return a path as faulthandler writes it, in ASCII."""
-    return path.encode("ascii", "backslashreplace").decode()
+def _innermost(innermost: FrameType, inside: str, ours: Sequence[str]) -> tuple[str, ...]:
+    """Return the frames of a stack whose file is `inside` and not one of `ours`, outermost first."""
+    found: list[str] = []
+    frame: FrameType | None = innermost
+    while frame is not None and len(found) < MAX_FRAMES:
+        file = frame.f_code.co_filename
+        if file.startswith(inside) and file not in ours:
+            found.append(f"{file.removeprefix(inside)}:{frame.f_lineno} {frame.f_code.co_name}")
+        frame = frame.f_back
+    return tuple(reversed(found))
 
 
-def _text() -> str:
-    """Return faulthandler's text: threads, and the frames of each from the innermost."""
-    with contextlib.suppress(OSError), _file() as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        return file.read().decode("ascii", "replace")
-    return ""
-
-
-def _file() -> BinaryIO:
-    """Return a file in memory where the system has them; a full disk does not matter then."""
-    if hasattr(os, "memfd_create"):
-        return os.fdopen(os.memfd_create("stacks"), "w+b", buffering=0)
-    return tempfile.TemporaryFile(buffering=0)
+@contextlib.contextmanager
+def _other_threads_waiting() -> Iterator[None]:
+    """While entered, start no garbage collection and keep the interpreter, unless the body gives it up."""
+    with _READING:
+        interval_s, collects = sys.getswitchinterval(), gc.isenabled()
+        sys.setswitchinterval(SWITCH_S)
+        gc.disable()
+        try:
+            yield
+        finally:
+            if collects:
+                gc.enable()
+            sys.setswitchinterval(interval_s)
 
 
 REPORTER, REPORTED = "reporter", "reported"
@@ -93,6 +90,9 @@ REPORT_INTERVALS = 20
 # Silence of a rank that is reported while the run goes on: a long call without a free interpreter is shorter.
 SILENT_S = 20.0
 LISTENED_INTERVALS = 10
+# Time without an iteration or a collective, at most this part of the timeout, after which stacks are read.
+SUSPECT_S, SUSPECT_PART = 60.0, 0.25
+READINGS_PER_SUSPECT = 20
 TRACES = "flight_recorder"
 
 
@@ -105,6 +105,32 @@ def program_stack(main: int) -> tuple[str, ...]:
     ours = {each.ident for each in threading.enumerate() if not isinstance(each, threading._DummyThread)}
     foreign = [stack for ident, stack in stacks.items() if ident not in ours]
     return stacks.get(main, ()) + max(foreign, key=len, default=())
+
+
+class Suspicion:
+    """Notice progress: of counters, and once they stand still for `limit_s` that of the stack, which is read only then.
+
+    Attributes:
+        stack: what `read` returned last; None while the counters are not known to stand still.
+    """
+
+    def __init__(self, limit_s: float, read: Callable[[], tuple[str, ...]]) -> None:
+        self._limit_s, self._read = limit_s, read
+        self._counters: object = None
+        self._next_s = 0.0
+        self.stack: tuple[str, ...] | None = None
+
+    def is_progress(self, counters: object, now_s: float) -> bool:
+        """Return whether the counters changed since the last call, or the stack since it was first read."""
+        if counters != self._counters:
+            self._counters, self.stack = counters, None
+            self._next_s = now_s + self._limit_s
+            return True
+        if now_s < self._next_s:
+            return False
+        self._next_s = now_s + self._limit_s / READINGS_PER_SUSPECT
+        before, self.stack = self.stack, self._read()
+        return before is not None and before != self.stack
 
 
 class Silence:
@@ -154,6 +180,7 @@ class Watchdog:
         self._main = threading.get_ident()
         self._stop = threading.Event()
         self._progress_s = time.monotonic()
+        self._suspicion = Suspicion(min(SUSPECT_S, SUSPECT_PART * timeout_s), lambda: program_stack(self._main))
         self._threads = [threading.Thread(target=run, daemon=True) for run in (self._watch, self._publish)]
         self._next_rank = (rank + 1) % world_size
         self._silence = Silence(self._next_rank, max(SILENT_S, LISTENED_INTERVALS * self._interval_s))
@@ -192,7 +219,6 @@ class Watchdog:
     def _heartbeat(self, sequence: int) -> Heartbeat:
         done = self._collectives()
         last = f"{done.last}, the {done.num_started}th" if done.num_started else ""
-        stack = program_stack(self._main)
         return Heartbeat(
             sequence,
             socket.gethostname(),
@@ -200,7 +226,7 @@ class Watchdog:
             self._iteration(),
             done.num_started,
             last,
-            stack,
+            self._suspicion.stack,
             time.monotonic() - self._progress_s,
             done.groups,
         )
@@ -218,11 +244,9 @@ class Watchdog:
 
     def _watch(self) -> None:
         """Give up where this rank makes no progress, until stopped."""
-        last_state = None
         while not self._stop.wait(self._interval_s):
-            beat = self._heartbeat(0)
-            if (state := (beat.iteration, beat.num_collectives, beat.stack)) != last_state:
-                last_state, self._progress_s = state, time.monotonic()
+            if self._suspicion.is_progress((self._iteration(), self._collectives().num_started), time.monotonic()):
+                self._progress_s = time.monotonic()
             if time.monotonic() - self._progress_s > self._timeout_s:
                 self._give_up()
                 return

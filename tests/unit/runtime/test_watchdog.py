@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron3d.comm.interface import Pending
 from megatron3d.runtime import watchdog
 from megatron3d.runtime.heartbeat import CollectiveStatus
-from megatron3d.runtime.watchdog import Silence, Watchdog, program_stack
+from megatron3d.runtime.watchdog import Silence, Suspicion, Watchdog, program_stack
 from tests.unit.runtime.test_heartbeat import FIRST
 
 pytestmark = pytest.mark.slow  # each waits for seconds
@@ -87,6 +87,20 @@ def test_progress_keeps_a_rank() -> None:
     with Watchdog(HungStore(10**6), 1, 2, 1.5, end.set) as watch:
         watch.follow(lambda: 1, lambda: CollectiveStatus(int(10 * (time.monotonic() - begin)), "all_reduce"))
         assert not end.wait(3)
+
+
+def test_stacks_are_read_only_while_the_counters_stand_still() -> None:
+    """Bug that this finds: four reads a second for weeks, each a risk, though a run that goes on needs none."""
+    reads: list[int] = []
+    suspicion = Suspicion(10.0, lambda: (reads.append(1), (f"loop.py:{len(reads) // 3} load",))[1])
+    found = [suspicion.is_progress((now_s, 0), float(now_s)) for now_s in range(100)]
+    assert all(found) and not reads and suspicion.stack is None
+    found = [suspicion.is_progress((99, 0), 99.0 + now_s) for now_s in range(10)]
+    assert not any(found) and not reads
+    found = [suspicion.is_progress((99, 0), 109.0 + now_s) for now_s in range(6)]
+    assert found == [False, False, True, False, False, True] and len(reads) == 6
+    assert suspicion.stack == ("loop.py:2 load",)
+    assert suspicion.is_progress((100, 0), 115.0) and suspicion.stack is None
 
 
 def test_a_silence_and_its_end_are_said_once() -> None:
