@@ -128,6 +128,7 @@ class CheckpointSaver:
 
     Attributes:
         saved_at: iteration of the newest permanent checkpoint known to be complete; None before the first.
+        num_bytes: bytes of tensors that this rank has written so far.
     """
 
     def __init__(
@@ -143,6 +144,7 @@ class CheckpointSaver:
         self.in_background = in_background
         self._retention, self._log = retention or RetentionPolicy(), log
         self.saved_at: int | None = None
+        self.num_bytes = 0
         self._snapshot = snapshot or Snapshot(torch.device("cpu"))
         self._thread: Thread | None = None
         self._crash: Exception | None = None
@@ -203,11 +205,14 @@ class CheckpointSaver:
 
     def _write(self, iteration: int, pieces: Iterable[Piece], meta: Mapping[str, JsonValue], permanent: bool) -> None:
         root = self.root if permanent else self.root / NON_PERSISTENT
-        folder = save(root, iteration, pieces, meta, self.comm)
+        folder = save(root, iteration, pieces, meta, self.comm, self._count)
         self.saved_at = iteration if permanent else self.saved_at
         self._log(f"saved {folder}")
         if self.comm.mesh.rank == 0:
             self._remove_old(folder, iteration, permanent)
+
+    def _count(self, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
 
     def _remove_old(self, folder: Path, iteration: int, permanent: bool) -> None:
         try:

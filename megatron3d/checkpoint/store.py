@@ -13,6 +13,7 @@ Writing of one rank's safetensors file box by box, without building it in memory
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -48,14 +49,23 @@ from megatron3d.comm.objects import run_on_all_ranks
 from megatron3d.errors import UserError
 from megatron3d.runtime.files import fsync, write_text
 
+# Bytes after which a file is flushed to the disk: until then a slow disk looks like a hang.
+FLUSH_BYTES = 2**28
 ORDER = {dtype: place for place, dtype in enumerate(DTYPES)}
 
 
-def write_boxes(path: Path, pieces: Iterable[Piece]) -> dict[str, StoredTensor]:
+def _ignore(num_bytes: int) -> None:
+    """Count nothing."""
+
+
+def write_boxes(path: Path, pieces: Iterable[Piece], count: Callable[[int], None] = _ignore) -> dict[str, StoredTensor]:
     """Write the pieces that are not empty to a new file and fsync it; return the stored boxes by tensor.
 
     Needs memory for one box where pieces are not contiguous on the host, else none.  Creates no file without pieces.
     Raises OSError where the file cannot be written.
+
+    Args:
+        count: told the bytes of each part that was written.
     """
     nonempty = sorted((piece for piece in pieces if piece.tensor.numel()), key=lambda piece: ORDER[piece.tensor.dtype])
     keys = [piece.key for piece in nonempty]
@@ -64,7 +74,7 @@ def write_boxes(path: Path, pieces: Iterable[Piece]) -> dict[str, StoredTensor]:
         return {}
     with path.open("xb") as file:
         file.write(_header(nonempty))
-        checksums = [_write_all(file, piece) for piece in nonempty]
+        checksums = [_write_all(file, piece, count) for piece in nonempty]
     fsync(path)
     stored: dict[str, StoredTensor] = {}
     for piece, checksum in zip(nonempty, checksums, strict=True):
@@ -88,14 +98,18 @@ def _header(pieces: Sequence[Piece]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _write_all(file: BinaryIO, piece: Piece) -> str:
+def _write_all(file: BinaryIO, piece: Piece, count: Callable[[int], None]) -> str:
     """Write a box and return its checksum, computed chunk by chunk while the chunk is in the CPU's cache."""
     content, digest = raw_bytes(piece.compute() if piece.compute else piece.tensor), xxhash.xxh3_64()
     assert len(content) == piece.tensor.nbytes, f"{piece.key} has {len(content)} bytes, not {piece.tensor.nbytes}"
     for start in range(0, len(content), CHUNK_BYTES):
         chunk = content[start : start + CHUNK_BYTES]
         digest.update(chunk)
-        file.write(chunk)
+        end = file.tell() + file.write(chunk)
+        if end // FLUSH_BYTES > (end - len(chunk)) // FLUSH_BYTES:
+            file.flush()
+            os.fsync(file.fileno())
+        count(len(chunk))
     return digest.hexdigest()
 
 
@@ -103,18 +117,26 @@ __all__ = ["Index", "Piece", "latest", "load", "load_with_index", "read_index", 
 
 
 def save(
-    root: Path, iteration: int, pieces: Iterable[Piece], meta: Mapping[str, JsonValue], comm: ObjectCollectives
+    root: Path,
+    iteration: int,
+    pieces: Iterable[Piece],
+    meta: Mapping[str, JsonValue],
+    comm: ObjectCollectives,
+    count: Callable[[int], None] = _ignore,
 ) -> Path:
     """Write one checkpoint with all ranks and return its folder; the pieces of all ranks must cover whole tensors.
 
     When this returns on any rank, the checkpoint is complete on disk and the newest of the run.  Where a rank fails,
     all ranks raise the same UserError, and earlier checkpoints remain as they were.
+
+    Args:
+        count: told the bytes of each part that this rank has written.
     """
     folder = iteration_folder(root, iteration)
     is_first = comm.mesh.rank == 0
     try:
         run_on_all_ranks(comm, lambda: _begin(folder) if is_first else None)
-        written = run_on_all_ranks(comm, lambda: _write(folder, comm.mesh.rank, pieces))
+        written = run_on_all_ranks(comm, lambda: _write(folder, comm.mesh.rank, pieces, count))
         run_on_all_ranks(comm, lambda: _finish(folder, iteration, meta, written) if written else None)
     except Exception:
         if is_first:
@@ -128,13 +150,13 @@ def _begin(folder: Path) -> None:
         make_temporary_folder(folder)
 
 
-def _write(folder: Path, rank: int, pieces: Iterable[Piece]) -> bytes:
+def _write(folder: Path, rank: int, pieces: Iterable[Piece], count: Callable[[int], None]) -> bytes:
     """Write this rank's file; return its boxes by tensor, packed, of which rank 0 receives those of all ranks."""
     if not temporary_folder(folder).is_dir():
         unseen = f"checkpoint.save={folder.parent}: some ranks do not see the folder that rank 0 made there"
         raise UserError(f"{unseen}; save to a file system that all nodes share")
     with explain_write_errors(folder):
-        return pack(write_boxes(temporary_folder(folder) / f"rank_{rank:05d}.safetensors", pieces))
+        return pack(write_boxes(temporary_folder(folder) / f"rank_{rank:05d}.safetensors", pieces, count))
 
 
 def _finish(folder: Path, iteration: int, meta: Mapping[str, JsonValue], written: list[bytes]) -> None:

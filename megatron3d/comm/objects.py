@@ -133,10 +133,10 @@ def store_objects(mesh: Mesh, timeout: timedelta | None = None) -> ObjectCollect
     return StoreObjects(mesh, store)
 
 
-def background_comm(mesh: Mesh, timeout_s: float = 3600.0) -> ObjectCollectives:
-    """Return object collectives for a background thread, in host memory; a wait of `timeout_s` raises RuntimeError.
+def background_comm(mesh: Mesh, timeout_s: float = 86400.0) -> ObjectCollectives:
+    """Return object collectives for slow work, also in a thread; a wait of `timeout_s` raises RuntimeError.
 
-    All ranks must call this at the same place.
+    All ranks must call this at the same place.  It is the watchdog that ends a wait for a rank without progress.
     """
     return store_objects(mesh, timedelta(seconds=timeout_s))
 

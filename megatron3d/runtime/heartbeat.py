@@ -39,6 +39,10 @@ class StatusStore(Protocol):
         """Return whether this rank is the first to claim `key`."""
         ...
 
+    def count(self, key: str, more: int) -> int:
+        """Add to the count under `key`, which starts at 0, and return the sum of all ranks."""
+        ...
+
 
 class TcpStatusStore:
     """`StatusStore` on the TCP store of the rendezvous, over a connection of its own.
@@ -66,8 +70,11 @@ class TcpStatusStore:
             raise OSError(str(error).splitlines()[0]) from error
 
     def claim(self, key: str) -> bool:
+        return self.count(key, 1) == 1
+
+    def count(self, key: str, more: int) -> int:
         try:
-            return self._store.add(key, 1) == 1
+            return int(self._store.add(key, more))
         except RuntimeError as error:
             raise OSError(str(error).splitlines()[0]) from error
 

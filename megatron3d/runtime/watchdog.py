@@ -9,6 +9,9 @@ Then all ranks end, also where the store does not answer since the process that 
 calls the store, and others watch for progress and end the process.  The threads of a step are sampled from outside,
 so the watchdog costs the training loop nothing.
 
+Bytes that any rank writes of a checkpoint are progress of every rank: the others wait for it, some in a thread.  All
+ranks add theirs to one count in the store.
+
 Before that, each rank listens to the heartbeat of the next one, and says when it stops and when it comes back.
 
 Stacks are read while their threads run, which takes care.  faulthandler walks the list of threads without CPython's
@@ -84,7 +87,7 @@ def _other_threads_waiting() -> Iterator[None]:
             sys.setswitchinterval(interval_s)
 
 
-REPORTER, REPORTED = "reporter", "reported"
+REPORTER, REPORTED, SAVED = "reporter", "reported", "bytes saved"
 # Intervals between heartbeats within which the ranks report, or end without a report.
 REPORT_INTERVALS = 20
 # Silence of a rank that is reported while the run goes on: a long call without a free interpreter is shorter.
@@ -187,6 +190,8 @@ class Watchdog:
         self._iteration: Callable[[], int | None] = lambda: None
         self._collectives: Callable[[], CollectiveStatus] = CollectiveStatus
         self._folder: Path | None = None
+        self._bytes_saved: Callable[[], int] = lambda: 0
+        self._saved_by_all = 0
 
     def follow(
         self, iteration: Callable[[], int], collectives: Callable[[], CollectiveStatus], folder: Path | None = None
@@ -197,6 +202,10 @@ class Watchdog:
             folder: the run's, for the traces of collectives.
         """
         self._iteration, self._collectives, self._folder = iteration, collectives, folder
+
+    def follow_saves(self, bytes_saved: Callable[[], int]) -> None:
+        """Take what this rank has written of checkpoints so far, and what others have, for progress from now on."""
+        self._bytes_saved = bytes_saved
 
     def __enter__(self) -> Watchdog:
         self._progress_s = time.monotonic()
@@ -233,11 +242,14 @@ class Watchdog:
 
     def _publish(self) -> None:
         """Publish this rank's heartbeats, and listen to the next rank's, until stopped."""
-        sequence = 0
+        sequence = told = 0
         while not self._stop.wait(self._interval_s if sequence else 0):
             sequence += 1
             with contextlib.suppress(OSError):  # the store's process has ended: its connections are reported elsewhere
                 self._store.set(str(self._rank), json.dumps(asdict(self._heartbeat(sequence))))
+                saved = self._bytes_saved()
+                self._saved_by_all = self._store.count(SAVED, saved - told)
+                told = saved
                 message = self._silence.hear(self._store.get(str(self._next_rank)), time.monotonic())
                 if message:
                     _print([message])
@@ -245,7 +257,8 @@ class Watchdog:
     def _watch(self) -> None:
         """Give up where this rank makes no progress, until stopped."""
         while not self._stop.wait(self._interval_s):
-            if self._suspicion.is_progress((self._iteration(), self._collectives().num_started), time.monotonic()):
+            counters = self._iteration(), self._collectives().num_started, self._bytes_saved(), self._saved_by_all
+            if self._suspicion.is_progress(counters, time.monotonic()):
                 self._progress_s = time.monotonic()
             if time.monotonic() - self._progress_s > self._timeout_s:
                 self._give_up()

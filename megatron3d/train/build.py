@@ -68,6 +68,8 @@ def build_run(resolved: Resolved, runtime: Runtime, phases: StartupPhases) -> Ru
         saver = make_saver(spec, comm, runtime.device)
         if saver is not None:
             saver.prepare(source_of(state))
+            if runtime.watchdog is not None:
+                runtime.watchdog.follow_saves(lambda: saver.num_bytes)
         resume(state, identity, comm, saver)
     if state.iteration == 0 and any(dataset.manifest is None for dataset in corpus.datasets):
         with phases("token ids of the corpus, which has no manifest"):
@@ -165,7 +167,10 @@ def identity_of(spec: RunSpec, tokenizer: Tokenizer, corpus: Corpus) -> dict[str
 
 
 def make_saver(spec: RunSpec, comm: Comm, device: torch.device) -> CheckpointSaver | None:
-    """Return the writer of checkpoints, None without a folder; in the background it has a process group of its own."""
+    """Return the writer of checkpoints, None without a folder.
+
+    Its ranks wait for each other as long as one writes, which a process group would not: its timeout is the watchdog's.
+    """
     checkpoint = spec.config.checkpoint
     if checkpoint.save is None:
         return None
@@ -174,10 +179,9 @@ def make_saver(spec: RunSpec, comm: Comm, device: torch.device) -> CheckpointSav
         if comm.mesh.rank == 0:
             print(f"> {line}", flush=True)
 
-    objects = background_comm(comm.mesh) if checkpoint.async_save else comm
     return CheckpointSaver(
         Path(checkpoint.save),
-        objects,
+        background_comm(comm.mesh),
         RetentionPolicy.of(checkpoint),
         checkpoint.async_save,
         report,

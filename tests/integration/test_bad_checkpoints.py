@@ -207,11 +207,11 @@ def fails_once(patch: pytest.MonkeyPatch, error: OSError) -> None:
     """Make the first write of a file of boxes fail after part of it was written."""
     errors, write = [error], store.write_boxes
 
-    def write_boxes(path: Path, pieces: Iterable[Piece]) -> dict[str, StoredTensor]:
+    def write_boxes(path: Path, pieces: Iterable[Piece], count: Callable[[int], None]) -> dict[str, StoredTensor]:
         if errors:
             path.write_bytes(b"a part")
             raise errors.pop()
-        return write(path, pieces)
+        return write(path, pieces, count)
 
     patch.setattr(store, "write_boxes", write_boxes)
 

@@ -28,6 +28,32 @@ PrefetchingLoader.step = slow
 sys.exit(process.run_program(pretrain_gpt.main))
 """
 
+SLOW_DISK = """
+import os, sys, time
+from megatron3d.checkpoint import store
+from megatron3d.runtime import process
+import pretrain_gpt
+raw_bytes, calls = store.raw_bytes, []
+def slow(x):
+    if os.environ["RANK"] == "1" and len(calls) < 24:
+        calls.append(time.sleep(0.5))
+    return raw_bytes(x)
+store.raw_bytes = slow
+sys.exit(process.run_program(pretrain_gpt.main))
+"""
+
+
+@pytest.mark.parametrize("is_async", ["true", "false"])
+def test_a_slow_save_ends_no_rank(tmp_path: Path, is_async: str) -> None:
+    """Bug that this finds: all ranks end and leave a .tmp, while rank 1 writes for twice the timeout."""
+    (tmp_path / "slow.py").write_text(SLOW_DISK)
+    keys = ["train.train_iters=4", "checkpoint.save_interval=2", f"checkpoint.async_save={is_async}"]
+    keys += ["train.distributed_timeout_minutes=0.1"]
+    ranks = launch_ranks([str(tmp_path / "slow.py"), "--config", str(write_config(tmp_path)), *keys], 2)
+    outputs = [rank.communicate(timeout=120) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [ExitCode.DONE] * 2, outputs
+    assert (tmp_path / "run" / "iter_0000002").is_dir() and (tmp_path / "run" / "iter_0000004").is_dir()
+
 
 def begin(config: Path, program: str, timeout_s: float) -> list[subprocess.Popen[str]]:
     """Start three ranks of an endless run and wait for three steps."""

@@ -45,11 +45,11 @@ class Gate:
         self.opened, self.failures, self._original = threading.Event(), [], write.write_boxes
         monkeypatch.setattr("megatron3d.checkpoint.store.write_boxes", self)
 
-    def __call__(self, path, pieces):
+    def __call__(self, path, pieces, count):
         assert self.opened.wait(20)
         if self.failures and path.name == "rank_00001.safetensors":
             raise self.failures.pop()
-        return self._original(path, pieces)
+        return self._original(path, pieces, count)
 
 
 @pytest.fixture

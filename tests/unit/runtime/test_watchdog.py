@@ -45,6 +45,10 @@ class HungStore:
         self._call()
         return True
 
+    def count(self, key: str, more: int) -> int:
+        self._call()
+        return more
+
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -86,6 +90,22 @@ def test_progress_keeps_a_rank() -> None:
     end, begin = threading.Event(), time.monotonic()
     with Watchdog(HungStore(10**6), 1, 2, 1.5, end.set) as watch:
         watch.follow(lambda: 1, lambda: CollectiveStatus(int(10 * (time.monotonic() - begin)), "all_reduce"))
+        assert not end.wait(3)
+
+
+@pytest.mark.parametrize("who", ["this rank", "another rank"])
+def test_bytes_of_a_checkpoint_are_progress_of_every_rank(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug that this finds: ranks that wait for a slow disk end all, also those that wait for another rank's."""
+    end, begin, store = threading.Event(), time.monotonic(), HungStore(10**6)
+
+    def written() -> int:
+        return int(10 * (time.monotonic() - begin))
+
+    if who == "another rank":
+        monkeypatch.setattr(store, "count", lambda key, more: written() + more)
+    with Watchdog(store, 1, 2, 1.5, end.set) as watch:
+        watch.follow(lambda: 1, lambda: CollectiveStatus(3, "all_reduce"))
+        watch.follow_saves(written if who == "this rank" else lambda: 0)
         assert not end.wait(3)
 
 
