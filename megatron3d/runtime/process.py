@@ -34,10 +34,13 @@ from megatron3d.runtime.program import exit_code_of, flush
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
 
     from megatron3d.runtime.watchdog import Watchdog
 
 T = TypeVar("T")
+# The store ends with the process of rank 0, which so long waits for ranks that may still read it; one may have died.
+LEAVE_S, LEAVE_AFTER_ERROR_S, LEAVE_INTERVAL_S = 20.0, 3.0, 0.02
 
 
 @dataclass(frozen=True)
@@ -241,8 +244,24 @@ def _process_group(env: LauncherEnv, backend: str, timeout_s: float) -> Iterator
             f"rank {env.rank} of {env.world_size}: rendezvous at {env.address}:{env.port} failed within "
             f"{timeout_s:.0f} s ({reason}): check that all were started and that the port is free and reachable"
         ) from error
-    yield
+    is_server = env.rank == 0 and not has_server
+    try:
+        yield
+    except UserError:  # which all ranks raise, the last one when it has read the others' problems
+        _take_leave(store, env, attempt, LEAVE_AFTER_ERROR_S if is_server else 0.0)
+        raise
     dist.destroy_process_group()
+    _take_leave(store, env, attempt, LEAVE_S if is_server else 0.0)
+
+
+def _take_leave(store: dist.Store, env: LauncherEnv, attempt: int, limit_s: float) -> None:
+    """Say that this rank does not use the store any more; wait up to `limit_s` until all ranks have said so."""
+    key, end_s = f"left attempt {attempt}", time.monotonic() + limit_s
+    with contextlib.suppress(RuntimeError):  # the process that serves it did not wait for so long
+        num_left = store.add(key, 1)
+        while num_left < env.world_size and time.monotonic() < end_s:
+            time.sleep(LEAVE_INTERVAL_S)
+            num_left = store.add(key, 0)
 
 
 @contextlib.contextmanager

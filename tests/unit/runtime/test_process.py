@@ -248,6 +248,47 @@ def test_a_crash_ends_the_process_although_collectives_are_pending(tmp_path: Pat
     assert "[rank 1] Traceback" in ranks[1].stderr
 
 
+LATE_READER = """
+    with process.start(timeout_s=60) as place:
+        import time, torch
+        from megatron3d.comm.objects import StoreObjects, run_on_all_ranks, store_objects
+        from megatron3d.parallel.mesh import Mesh
+        comm = store_objects(Mesh((("x", 2),), place.rank))
+        take = StoreObjects._take
+        def late(self, key):
+            time.sleep(1)
+            return take(self, key)
+        StoreObjects._take = late if place.rank == 1 else take
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("last", "code"),
+    [("comm.broadcast_object(7)", 0), ("run_on_all_ranks(comm, lambda: (_ for _ in ()).throw(UserError('no')))", 2)],
+)
+def test_rank_0_stays_until_the_others_have_read_its_store(tmp_path: Path, last: str, code: int) -> None:
+    """Bug that this finds: a run that is done exits 1, since the store ends with rank 0 before another rank reads."""
+    ranks = _launch(f"{textwrap.dedent(LATE_READER)}    {last}\n", tmp_path)
+    assert [rank.returncode for rank in ranks] == [code] * 2, ranks
+    assert not any("Traceback" in rank.stderr for rank in ranks)
+
+
+@pytest.mark.slow
+def test_rank_0_does_not_wait_for_a_rank_that_has_died(tmp_path: Path) -> None:
+    ranks = _launch(
+        """
+        process.LEAVE_S = 1.0
+        with process.start(timeout_s=60) as place:
+            import os, time
+            if place.rank == 1:
+                os._exit(7)
+        """,
+        tmp_path,
+    )
+    assert [rank.returncode for rank in ranks] == [0, 7], ranks
+
+
 def test_other_ranks_name_themselves(tmp_path: Path) -> None:
     ranks = _launch('raise UserError("train.lr=-1: must be above 0")', tmp_path)
     assert [rank.returncode for rank in ranks] == [ExitCode.USER_ERROR] * 2
