@@ -41,6 +41,7 @@ NOT_DONE: Mapping[str, str] = {
     "bash scripts/test.sh": "installs, and runs these tests",
     "bash scripts/mutations.sh": "runs the tests of equality once per seeded bug",
     "bash scripts/fuzz.sh": "reads 20,000 damaged files of each format; tests/integration/test_fuzz.py reads 500",
+    "bash scripts/soak.sh": "starts a thousand runs, for hours",
     "bash scripts/docs.sh": "installs; tests/integration/test_site.py builds the site",
     "pip install": "installs",
     "docker build": IMAGE,

@@ -73,7 +73,12 @@ def _train(run: Run, stop: StopSignal, collector: ManualGc) -> int:
     stopping = False
     previous: StepResult | None = None
 
-    while state.iteration < config.train_iters and not stopping:
+    while True:
+        if stopping or state.iteration == config.train_iters:
+            if not rollbacks.after_last_step():
+                break
+            monitor.restart()
+            continue
         if state.iteration + 1 in config.iterations_to_skip:
             skip_iteration(run)
             continue
@@ -107,7 +112,7 @@ def _train(run: Run, stop: StopSignal, collector: ManualGc) -> int:
 
         # A step's numbers are read one step later, so that the host never waits for the device.
         stopping = limits.end_after(state.iteration, previous)
-        if rollbacks.roll_back_after(previous):
+        if rollbacks.after_step(result):
             monitor.restart()
             previous = None
             continue

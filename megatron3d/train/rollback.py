@@ -14,13 +14,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron3d.checkpoint.publish import finished_checkpoints, move_tracker_back
 from megatron3d.comm.objects import on_rank_0
 from megatron3d.config.schema import TrainConfig
-from megatron3d.train.checkpointing import load_newest
+from megatron3d.train.checkpointing import LoadOptions, describe, load_newest, source_of
 from megatron3d.train.run import Run
 from megatron3d.train.step import StepResult
 
@@ -86,27 +86,44 @@ class Rollbacks:
     def __init__(self, run: Run) -> None:
         self._run, self._detector = run, SpikeDetector(run.config.train)
         self._num_rollbacks = 0
+        self._unread: StepResult | None = None
+        # Of the steps that were read: with `train.iterations_to_skip` these are not consecutive.
+        self._iterations = deque[int](maxlen=max(1, run.config.train.rollback_nonfinite_steps or 1))
+        self._iteration = 0
 
-    def roll_back_after(self, previous: StepResult | None) -> bool:
-        """Roll back if the step before the last one ended in a spike; return whether it did.
+    def after_step(self, result: StepResult) -> bool:
+        """Roll back if the step before this one ended in a spike, and return whether it did.
 
         Raises RuntimeError as `roll_back`.
         """
-        if previous is None or not self._detector.is_enabled:
+        if self.after_last_step():
+            return True
+        self._unread, self._iteration = result, self._run.state.iteration
+        return False
+
+    def after_last_step(self) -> bool:
+        """Roll back if the step that was not read yet ended in a spike, and return whether it did; raises likewise."""
+        unread, self._unread = self._unread, None
+        if unread is None or not self._detector.is_enabled:
             return False
-        spike = self._detector.check(previous.loss.item(), bool(previous.skipped))
+        self._iterations.append(self._iteration)
+        spike = self._detector.check(unread.loss.item(), bool(unread.skipped))
         if spike is None:
             return False
         self._num_rollbacks += 1
-        roll_back(self._run, replace(spike, num_steps=spike.num_steps + 1), self._num_rollbacks)
+        roll_back(self._run, spike, self._num_rollbacks, last_good=self._iterations[-spike.num_steps] - 1)
+        self._iterations.clear()
         return True
 
 
-def roll_back(run: Run, spike: Spike, num_rollbacks: int) -> None:
+def roll_back(run: Run, spike: Spike, num_rollbacks: int, last_good: int) -> None:
     """Load the newest good checkpoint from before the spike, skip the samples since then, and report it.
+
+    The checkpoint is saved again with the new place in the data: a launch that continues it reads no skipped sample.
 
     Args:
         num_rollbacks: rollbacks of this launch, this one included.
+        last_good: the iteration before the spike.
 
     Raises:
         RuntimeError: on all ranks, after `train.max_rollbacks` rollbacks, or if no such checkpoint exists.
@@ -117,36 +134,37 @@ def roll_back(run: Run, spike: Spike, num_rollbacks: int) -> None:
         raise RuntimeError(
             f"iteration {iteration}: {spike.reason}, after train.max_rollbacks={max_rollbacks} rollbacks"
         )
-    if run.saver:
-        run.saver.wait()
-    load_good_checkpoint(run, spike)
+    assert run.saver is not None, "a run that rolls back saves checkpoints"
+    run.saver.wait()
+    load_good_checkpoint(run, spike, last_good)
     first_skipped, state.consumed_samples = state.consumed_samples, next_sample
-    if run.saver:
-        run.saver.saved_at = state.iteration
     if run.metrics:
         run.metrics.rollback(
             state.iteration,
             f"{spike.reason}: rolled back from iteration {iteration} to {state.iteration}, "
             f"skipping samples {first_skipped} to {next_sample - 1}",
         )
+    run.saver.saved_at = None
+    run.saver.save(state.iteration, source_of(state), describe(state, run.identity, run.config))
 
 
-def load_good_checkpoint(run: Run, spike: Spike) -> None:
-    """Load the newest good checkpoint from before the spike; later ones are no longer the run's newest.
+def load_good_checkpoint(run: Run, spike: Spike, last_good: int) -> None:
+    """Load the newest checkpoint up to the iteration `last_good`; later ones are no longer the run's newest.
 
     Raises RuntimeError on all ranks if there is none.
     """
-    iteration = run.state.iteration
-    root = Path(run.config.checkpoint.save) if run.config.checkpoint.save else None
+    assert run.config.checkpoint.save is not None, "a run that rolls back has a folder"
+    iteration, root = run.state.iteration, Path(run.config.checkpoint.save)
 
     def choose() -> bool:
-        last_good = iteration - spike.num_steps
-        earlier = [saved for saved in (finished_checkpoints(root) if root else ()) if saved <= last_good]
-        if root and earlier:
+        earlier = [saved for saved in finished_checkpoints(root) if saved <= last_good]
+        if earlier:
             move_tracker_back(root, max(earlier))
         return bool(earlier)
 
+    options = LoadOptions(accept=frozenset(run.config.checkpoint.accept_changed))
     exists = on_rank_0(run.comm, choose)
-    if not (root and exists and load_newest(root, run.state, run.identity)[0]):
-        where = f"{root} holds no good checkpoint from before" if root else "checkpoint.save names no folder"
-        raise RuntimeError(f"iteration {iteration}: {spike.reason}, and {where} to roll back to")
+    if not (exists and load_newest(root, run.state, run.identity, options)[0]):
+        raise RuntimeError(
+            f"iteration {iteration}: {spike.reason}, and {root} holds no good checkpoint from before to roll back to"
+        )

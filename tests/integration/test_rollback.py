@@ -12,10 +12,10 @@ import pytest
 from megatron3d.config.schema import TrainConfig
 from megatron3d.errors import ExitCode
 from megatron3d.metrics.journal import read_journal
-from megatron3d.train import loop
+from megatron3d.train import loop, rollback
 from megatron3d.train.rollback import MIN_LOSSES, Spike, SpikeDetector
 from megatron3d.train.state import TrainState
-from tests.support.tiny_run import in_run, run, steps, write_config
+from tests.support.tiny_run import in_run, refuse, run, steps, write_config
 
 SAMPLES = 16
 
@@ -89,6 +89,80 @@ def test_a_rollback_skips_the_samples(
     assert run(config, *in_run(f"{tmp_path}/plain"), *typed[2:]).code == ExitCode.DONE
     assert steps(tmp_path / "plain")[:20] == steps(tmp_path / "run")[:20] != []
     assert steps(tmp_path / "plain")[20] != steps(tmp_path / "run")[20], "other samples"
+
+
+def spoiled_once(monkeypatch: pytest.MonkeyPatch, iteration: int) -> None:
+    times: list[int] = []
+    spoiled(monkeypatch, lambda s: s.iteration == iteration and not times and times.append(1) is None, math.nan)
+
+
+ROLLS_BACK = ("train.rollback_nonfinite_steps=1", "checkpoint.save_interval=5")
+
+
+def test_the_last_step_is_checked(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug that this finds: a run ends with the weights of a step that no later one has checked."""
+    spoiled_once(monkeypatch, 9)
+    outcome = run(config, *in_run(f"{tmp_path}/run"), *ROLLS_BACK, "train.train_iters=10")
+    assert outcome.code == ExitCode.DONE, outcome.err
+    (event,) = [row for row in read_journal(tmp_path / "run/metrics.jsonl") if "rollback" in row]
+    assert event["rollback"].endswith(f"from iteration 10 to 5, skipping samples {5 * SAMPLES} to {10 * SAMPLES - 1}")
+    assert [row[0] for row in steps(tmp_path / "run")] == list(range(1, 11))
+    assert all(math.isfinite(loss) for _, loss, _ in steps(tmp_path / "run"))
+
+
+def test_skipped_samples_stay_skipped_in_the_next_launch(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug that this finds: a run that ends before its next save reads the samples that it had skipped."""
+    spoiled_once(monkeypatch, 6)
+    roll_back = rollback.roll_back
+
+    def roll_back_and_die(*arguments: Any, **named: Any) -> None:
+        roll_back(*arguments, **named)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rollback, "roll_back", roll_back_and_die)
+        assert run(config, *in_run(f"{tmp_path}/run"), *ROLLS_BACK).code == ExitCode.INTERRUPTED
+    assert run(config, *in_run(f"{tmp_path}/run"), *ROLLS_BACK).code == ExitCode.DONE
+    rows = [row for row in read_journal(tmp_path / "run/metrics.jsonl") if "lm_loss" in row]
+    assert [(row["iteration"], row["consumed_samples"] // SAMPLES) for row in rows[5:]] == [(6, 9), (7, 10), (8, 11)]
+
+
+def test_a_skipped_iteration_does_not_hide_a_spoiled_checkpoint(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug that this finds: step 5 goes wrong and is saved, 6 is skipped, and 7 takes 5 for a good checkpoint."""
+    spoiled_once(monkeypatch, 4)
+    typed = [*in_run(f"{tmp_path}/run"), "train.rollback_nonfinite_steps=1", "checkpoint.save_interval=1"]
+    assert run(config, *typed, "train.iterations_to_skip=[6]").code == ExitCode.DONE
+    (event,) = [row for row in read_journal(tmp_path / "run/metrics.jsonl") if "rollback" in row]
+    assert event["iteration"] == 4
+
+
+def test_a_rollback_accepts_what_the_run_accepts(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug that this finds: a checkpoint of another train.seed, which the launch accepted, ends the rollback."""
+    typed = [*in_run(f"{tmp_path}/run"), *ROLLS_BACK]
+    assert run(config, *typed, "train.train_iters=5").code == ExitCode.DONE
+    spoiled_once(monkeypatch, 6)
+    outcome = run(config, *typed, "train.seed=7", "checkpoint.accept_changed=[train.seed]")
+    assert outcome.code == ExitCode.DONE, outcome.err
+    assert "rolled back from iteration 8 to 5" in outcome.out
+
+
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        (["checkpoint.save=null", "checkpoint.load=null"], ("train.rollback_", "set checkpoint.save")),
+        (["checkpoint.keep_latest_k=1"], ("checkpoint.keep_latest_k=1", "use checkpoint.keep_latest_k=2")),
+        (
+            ["checkpoint.keep_latest_k=3", "train.rollback_nonfinite_steps=20", "checkpoint.save_interval=5"],
+            ("checkpoint.keep_latest_k=3", "use checkpoint.keep_latest_k=5"),
+        ),
+    ],
+)
+def test_a_rollback_without_a_checkpoint_is_refused(config: Path, typed: list[str], words: tuple[str, ...]) -> None:
+    refuse(config, ["train.rollback_loss_spike_score=8", *typed], words)
 
 
 def test_too_many_rollbacks_fail(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,12 +38,34 @@ def checkpoint_problems(facts: Facts) -> Iterator[str]:
             "since "
             f"checkpoint.save_interval={long} divides it; use a smaller one, or leave it out"
         )
+    yield from _rollback_problems(facts)
     retain = checkpoint.save_retain_interval
     if retain and retain % (long or retain):
         yield (
             f"{facts.named('checkpoint.save_retain_interval')}: not a multiple of checkpoint.save_interval={long}, so "
             "that some checkpoints to retain would never be saved; use for example "
             f"{-(-retain // (long or 1)) * (long or 1)}"
+        )
+
+
+def _rollback_problems(facts: Facts) -> Iterator[str]:
+    """Yield a message if a rollback would find no checkpoint from before the steps that went wrong."""
+    train, checkpoint = facts.config.train, facts.config.checkpoint
+    num_steps = max(train.rollback_nonfinite_steps or 0, 1 if train.rollback_loss_spike_score else 0)
+    if not num_steps:
+        return
+    key = "rollback_nonfinite_steps" if train.rollback_nonfinite_steps else "rollback_loss_spike_score"
+    if checkpoint.save is None:
+        yield f"{facts.named(f'train.{key}')}: no checkpoint to roll back to; set checkpoint.save, or leave it out"
+        return
+    kept = checkpoint.keep_latest_k or (1 if checkpoint.save_retain_interval else None)
+    needed = 1 + -(-num_steps // (checkpoint.save_interval or num_steps))
+    if kept is not None and kept < needed:
+        where = "keep_latest_k" if checkpoint.keep_latest_k else "save_retain_interval"
+        yield (
+            f"{facts.named(f'checkpoint.{where}')}: only the newest {kept} checkpoint(s) would be sure to stay, and "
+            f"train.{key} may find the last {needed - 1} spoiled when it rolls back; use "
+            f"checkpoint.keep_latest_k={needed}"
         )
 
 
