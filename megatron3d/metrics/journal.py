@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
-from typing import Annotated, Any, TextIO, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import from_json
@@ -160,39 +162,60 @@ ANY_ROW, JOURNAL_ROW = TypeAdapter[Any](AnyRow), TypeAdapter[Any](JournalRow)
 
 
 class Journal:
-    """Open metrics.jsonl of a run that continues after `start_iteration` iterations; 0 empties it."""
+    """Open metrics.jsonl of a run that continues after `start_iteration` iterations; 0 empties it.
+
+    Training does not end with the disk's space: rows that cannot be written are counted and reported.
+    """
 
     def __init__(self, folder: Path, start_iteration: int) -> None:
         self._path = folder / FILE_NAME
-        self._file = self._open(start_iteration)
-
-    def _open(self, last: int) -> TextIO:
-        """Open the file after dropping the lines after iteration `last`."""
-        path = self._path
-        kept = [line for line, row in read_lines(path, ANY_ROW) if row["iteration"] <= last and last > 0]
+        self._num_lost = 0
+        kept = [line for line, row in read_lines(self._path, ANY_ROW) if row["iteration"] <= start_iteration]
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_text(path, "".join(kept))
-            return path.open("a", encoding="utf-8")
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_text(self._path, "".join(kept) if start_iteration > 0 else "")
+            self._file = self._path.open("ab", buffering=0)
         except OSError as error:
-            raise UserError(f"cannot write {path}: {error.strerror}; choose another checkpoint.save") from error
+            raise UserError(f"cannot write {self._path}: {error.strerror}; choose another checkpoint.save") from error
+        self._size = self._file.tell()
 
     def drop_after(self, iteration: int) -> None:
-        """Drop the lines after an iteration."""
-        self.close()
-        self._file = self._open(iteration)
+        """Drop the lines after an iteration, which are the last ones."""
+        kept = takewhile(
+            lambda line: iteration > 0 and line[1]["iteration"] <= iteration, read_lines(self._path, ANY_ROW)
+        )
+        self._size = sum(len(line.encode()) for line, _ in kept)
+        with suppress(OSError):  # else the next row tries again
+            self._file.truncate(self._size)
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Write and flush one line; raises OSError with the file's name."""
+        """Write one line; where that fails, warn once, and again when lines can be written, with how many were lost."""
+        line = json.dumps(row).encode() + b"\n"
         try:
-            self._file.write(json.dumps(row) + "\n")
-            self._file.flush()
+            self._file.truncate(self._size)  # what a failed write left of its line
+            written = 0
+            while written < len(line):
+                written += self._file.write(line[written:])
         except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self._path)) from error
+            self._num_lost += 1
+            if self._num_lost == 1:
+                reason = f"{error.strerror}; training goes on without"
+                print(f"> WARNING: {self._path} cannot be written: {reason}", flush=True)
+            return
+        self._size += len(line)
+        self._tell_lost("can be written again")
+
+    def _tell_lost(self, when: str) -> None:
+        if self._num_lost:
+            print(f"> WARNING: {self._path} {when}: {self._num_lost} of its rows were lost", flush=True)
+            self._num_lost = 0
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file, after dropping what a failed write left."""
+        with suppress(OSError):
+            self._file.truncate(self._size)
         self._file.close()
+        self._tell_lost("is closed")
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:

@@ -5,8 +5,10 @@ The console keeps Megatron's words, and every sink gets every number.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import struct
 import sys
 import time
@@ -121,6 +123,57 @@ def test_nan_is_written_as_nan(tmp_path: Path) -> None:
     text = (tmp_path / FILE_NAME).read_text()
     assert '"lm_loss": NaN' in text
     assert '"mfu": null' in text
+
+
+class FullDisk:
+    """File on a disk with room for `room` more bytes."""
+
+    def __init__(self, file: Any, room: int) -> None:
+        self._file, self.room = file, room
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def write(self, content: bytes) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = self._file.write(content[: self.room])
+        self.room -= written
+        return int(written)
+
+
+def test_a_full_disk_costs_rows_and_not_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bug that this finds: no space for a line of metrics.jsonl ends training with exit code 2."""
+    journal = Journal(tmp_path, start_iteration=0)
+    disk = FullDisk(journal._file, 30)
+    journal._file = disk
+    for iteration in range(1, 5):
+        journal.append({"iteration": iteration})
+    assert [row["iteration"] for row in read_journal(tmp_path / FILE_NAME)] == [1]
+    disk.room = 10**6
+    journal.append({"iteration": 5})
+    disk.room = 5
+    journal.append({"iteration": 6})
+    journal.close()
+    text = (tmp_path / FILE_NAME).read_text()
+    assert text == '{"iteration": 1}\n{"iteration": 5}\n'
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(FILE_NAME)[2] for line in lines] == [
+        " cannot be written: No space left on device; training goes on without",
+        " can be written again: 3 of its rows were lost",
+        " cannot be written: No space left on device; training goes on without",
+        " is closed: 1 of its rows were lost",
+    ]
+
+
+def test_rows_after_an_iteration_are_dropped(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, start_iteration=0)
+    for iteration in (1, 2, 2, 3):
+        journal.append({"iteration": iteration})
+    journal.drop_after(2)
+    journal.append({"iteration": 2, "rollback": "a loss was too high"})
+    journal.close()
+    assert [row["iteration"] for row in read_journal(tmp_path / FILE_NAME)] == [1, 2, 2, 2]
 
 
 @given(done=st.integers(0, 8), start=st.integers(0, 8), torn=st.booleans())
