@@ -117,14 +117,14 @@ class Index(BaseModel):
 
     def packed(self) -> bytes:
         """Return the content in lines: iteration and metadata, then a tensor each."""
-        return json.dumps([self.iteration, self.meta]).encode() + b"\n" + pack(self.tensors)
+        return json.dumps([self.iteration, self.meta]).encode() + b"\n" + pack(self.tensors).encode()
 
     @classmethod
     def unpacked(cls, content: bytes, names: Iterable[str]) -> Index:
         """Return the index of only some tensors from the `packed` content of one that has been checked."""
         start, _, tensors = content.partition(b"\n")
         iteration, meta = json.loads(start)
-        return cls.model_construct(None, iteration=iteration, meta=meta, tensors=unpack(tensors, set(names)))
+        return cls.model_construct(None, iteration=iteration, meta=meta, tensors=unpack(tensors.decode(), set(names)))
 
 
 _TENSOR = TypeAdapter(StoredTensor)
@@ -134,18 +134,18 @@ def _checksum(content: str) -> str:
     return xxhash.xxh3_64_hexdigest(content.encode())
 
 
-def pack(tensors: Mapping[str, StoredTensor]) -> bytes:
+def pack(tensors: Mapping[str, StoredTensor]) -> str:
     """Return a line for each tensor: its name, a tab, and what is stored of it."""
     boxes = {name: [(box.box, box.file, box.key, box.checksum) for box in each.boxes] for name, each in tensors.items()}
     lines = (f"{name}\t{json.dumps([each.shape, each.dtype, boxes[name]])}" for name, each in tensors.items())
-    return "\n".join(lines).encode()
+    return "\n".join(lines)
 
 
-def unpack(lines: bytes, names: Container[str] | None = None) -> dict[str, StoredTensor]:
+def unpack(lines: str, names: Container[str] | None = None) -> dict[str, StoredTensor]:
     """Return the tensors of `pack`, those of `names` only, without the time that it takes to validate them again."""
     tensors: dict[str, StoredTensor] = {}
     for line in lines.splitlines():
-        name, _, content = line.decode().partition("\t")
+        name, _, content = line.partition("\t")
         if names is None or name in names:
             shape, dtype, boxes = json.loads(content)
             stored = tuple(StoredBox(tuple((low, high) for low, high in box), *place) for box, *place in boxes)

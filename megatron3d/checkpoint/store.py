@@ -150,7 +150,7 @@ def _begin(folder: Path) -> None:
         make_temporary_folder(folder)
 
 
-def _write(folder: Path, rank: int, pieces: Iterable[Piece], count: Callable[[int], None]) -> bytes:
+def _write(folder: Path, rank: int, pieces: Iterable[Piece], count: Callable[[int], None]) -> str:
     """Write this rank's file; return its boxes by tensor, packed, of which rank 0 receives those of all ranks."""
     if not temporary_folder(folder).is_dir():
         unseen = f"checkpoint.save={folder.parent}: some ranks do not see the folder that rank 0 made there"
@@ -159,7 +159,7 @@ def _write(folder: Path, rank: int, pieces: Iterable[Piece], count: Callable[[in
         return pack(write_boxes(temporary_folder(folder) / f"rank_{rank:05d}.safetensors", pieces, count))
 
 
-def _finish(folder: Path, iteration: int, meta: Mapping[str, JsonValue], written: list[bytes]) -> None:
+def _finish(folder: Path, iteration: int, meta: Mapping[str, JsonValue], written: list[str]) -> None:
     index = Index(iteration=iteration, meta=dict(meta), tensors=merge_tensors(map(unpack, written)))
     with explain_write_errors(folder):
         write_text(temporary_folder(folder) / FILE_NAME, index.to_json())

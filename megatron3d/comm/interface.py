@@ -63,11 +63,14 @@ class ObjectCollectives(Protocol):
         ...
 
     def gather_object(self, value: Any) -> list[Any] | None:
-        """Return every rank's value, in rank order, on rank 0; None elsewhere."""
+        """Return every rank's value, in rank order, on rank 0; None elsewhere.
+
+        Values are what `objects.encode` takes; tuples may arrive as lists.
+        """
         ...
 
     def broadcast_object(self, value: Any) -> Any:
-        """Return rank 0's value on every rank."""
+        """Return rank 0's value on every rank; elsewhere its tuples may be lists."""
         ...
 
 

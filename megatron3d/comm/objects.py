@@ -5,13 +5,17 @@
 
 A group of all ranks would connect every rank with every other (gloo) or give each GPU one more communicator, and rank
 0's a buffer of world size times the largest value (NCCL).  The tree has one connection per rank, to the store.
+
+Values travel as JSON: whoever reaches the store's port can write to it, and unpickling runs what was written.
 """
 
 from __future__ import annotations
 
-import pickle
+import json
 from collections.abc import Callable
 from datetime import timedelta
+from numbers import Integral
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -20,12 +24,44 @@ import torch.distributed as dist
 from megatron3d.comm.interface import Comm, ObjectCollectives
 from megatron3d.errors import UserError
 from megatron3d.parallel.mesh import Mesh
-from megatron3d.runtime.machine import CPU_BACKEND
 
 FAN_IN = 32
 # The store refuses values of more than 8 MiB.
 CHUNK_BYTES = 4 * 2**20
 _HEADER_BYTES = 8
+
+
+_PATH = "__path__"
+
+
+def encode(value: Any) -> bytes:
+    """Return a value of numbers, texts, paths, lists and dictionaries with texts as keys, in JSON.
+
+    Tuples become lists.  Raises TypeError for anything else.
+    """
+    _require_text_keys(value)
+    return json.dumps(value, default=_encode_other, separators=(",", ":")).encode()
+
+
+def _require_text_keys(value: Any) -> None:
+    """Raise TypeError for other keys, which would come back as texts; lists may be long, and are not looked through."""
+    for key, each in value.items() if isinstance(value, dict) else ():
+        if not isinstance(key, str):
+            raise TypeError(f"the keys of {value!r:.100} are no texts")
+        _require_text_keys(each)
+
+
+def _encode_other(value: Any) -> Any:
+    if isinstance(value, Path):
+        return {_PATH: str(value)}
+    if isinstance(value, Integral):  # as numpy's
+        return int(value)
+    raise TypeError(f"{type(value).__name__} {value!r:.100} has no JSON")
+
+
+def decode(content: bytes) -> Any:
+    """Return the value that was encoded; raises ValueError where the content is not JSON."""
+    return json.loads(content, object_hook=lambda each: Path(each[_PATH]) if each.keys() == {_PATH} else each)
 
 
 class ByteStore(Protocol):
@@ -45,7 +81,7 @@ class ByteStore(Protocol):
 
 
 class GroupObjects:
-    """Object collectives over a process group of all ranks; None: the one of the rendezvous."""
+    """Object collectives over a process group of all ranks on CPUs; None: the one of the rendezvous."""
 
     def __init__(self, mesh: Mesh, group: dist.ProcessGroup | None = None) -> None:
         self.mesh, self._group = mesh, group
@@ -53,17 +89,31 @@ class GroupObjects:
     def gather_object(self, value: Any) -> list[Any] | None:
         if self.mesh.world_size == 1:
             return [value]
-        values: list[Any] | None = [None] * self.mesh.world_size if self.mesh.rank == 0 else None
-        dist.gather_object(value, values, dst=0, group=self._group)
-        return values
+        content = _as_tensor(encode(value))
+        sizes = [torch.empty(1, dtype=torch.int64) for _ in range(self.mesh.world_size)]
+        dist.all_gather(sizes, torch.tensor([len(content)]), group=self._group)
+        longest = max(map(int, sizes))
+        padded = torch.cat((content, content.new_zeros(longest - len(content))))
+        if self.mesh.rank > 0:
+            dist.gather(padded, dst=0, group=self._group)
+            return None
+        parts = [torch.empty_like(padded) for _ in sizes]
+        dist.gather(padded, parts, dst=0, group=self._group)
+        return [decode(part[: int(size)].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
 
     def broadcast_object(self, value: Any) -> Any:
         if self.mesh.world_size == 1:
             return value
-        values = [value]
-        device = torch.device("cpu") if dist.get_backend(self._group) == CPU_BACKEND else None
-        dist.broadcast_object_list(values, src=0, group=self._group, device=device)
-        return values[0]
+        content = _as_tensor(encode(value)) if self.mesh.rank == 0 else torch.empty(0, dtype=torch.uint8)
+        size = torch.tensor([len(content)])
+        dist.broadcast(size, src=0, group=self._group)
+        content = content if self.mesh.rank == 0 else torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(content, src=0, group=self._group)
+        return value if self.mesh.rank == 0 else decode(content.numpy().tobytes())
+
+
+def _as_tensor(content: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
 class StoreObjects:
@@ -81,20 +131,20 @@ class StoreObjects:
 
     def gather_object(self, value: Any) -> list[Any] | None:
         call = self._next_call()
-        values = {self.mesh.rank: pickle.dumps(value)}
+        values = {str(self.mesh.rank): encode(value).decode()}
         for child in self._children:
-            values |= pickle.loads(self._take(f"{call}/{child}"))
+            values |= decode(self._take(f"{call}/{child}"))
         if self.mesh.rank > 0:
-            self._put(f"{call}/{self.mesh.rank}", pickle.dumps(values))
+            self._put(f"{call}/{self.mesh.rank}", encode(values))
             return None
-        return [pickle.loads(values[rank]) for rank in range(self.mesh.world_size)]
+        return [decode(values[str(rank)].encode()) for rank in range(self.mesh.world_size)]
 
     def broadcast_object(self, value: Any) -> Any:
         call = self._next_call()
-        content = pickle.dumps(value) if self.mesh.rank == 0 else self._take(f"{call}/{self.mesh.rank}")
+        content = encode(value) if self.mesh.rank == 0 else self._take(f"{call}/{self.mesh.rank}")
         for child in self._children:
             self._put(f"{call}/{child}", content)
-        return value if self.mesh.rank == 0 else pickle.loads(content)
+        return value if self.mesh.rank == 0 else decode(content)
 
     def _next_call(self) -> int:
         self._num_calls += 1

@@ -158,7 +158,7 @@ def check_replicas(state: TrainState) -> None:
 def _differing(notes: Mapping[int, tuple[tuple[int, ...], list[int], str]]) -> Iterator[str]:
     places: dict[tuple[int, ...], list[int]] = {}
     for rank, (place, _, _) in notes.items():
-        places.setdefault(place, []).append(rank)
+        places.setdefault(tuple(place), []).append(rank)
     for ranks in places.values():
         counts = Counter(tuple(notes[rank][1]) for rank in ranks)
         common, count = counts.most_common(1)[0]

@@ -104,11 +104,11 @@ def _logical(state: TrainState, which: str, when: str, comm: Comm) -> dict[str, 
     for name, start, values in state.buffers.shards(which):
         _, spec, low, high = mine[name]
         pieces += param_pieces(prefix, spec, values[low - start : high - start], comm.mesh, low)
-    gathered = comm.gather_object([(p.name, p.shape, p.box, p.tensor.to(CPU).numpy().copy()) for p in pieces])
+    gathered = comm.gather_object([(p.name, p.shape, p.box, p.tensor.tolist()) for p in pieces])
     whole: dict[str, Tensor] = {}
     for name, shape, box, values in (piece for rank in gathered or [] for piece in rank):
         target = whole.setdefault(f"{name} {when}", torch.full(shape, torch.nan, dtype=torch.float64))
-        target[tuple(slice(low, high) for low, high in box)] = torch.from_numpy(values)
+        target[tuple(slice(low, high) for low, high in box)] = torch.tensor(values, dtype=torch.float64)
     return whole
 
 

@@ -25,7 +25,7 @@ from megatron3d.config.schema import Config, LoggingConfig
 from megatron3d.errors import UserError
 from megatron3d.metrics.timers import clock
 from megatron3d.parallel.mesh import PIPELINE
-from megatron3d.pipeline.actions import COMPUTATIONS, Action, Schedule
+from megatron3d.pipeline.actions import COMPUTATIONS, Action, ActionKind, Schedule
 from megatron3d.pipeline.engine import Observer
 from megatron3d.pipeline.simulate import Span, Timeline, simulate_mean_durations
 from megatron3d.runtime.files import write_figure, write_text
@@ -148,7 +148,12 @@ class TraceRecorder:
 def gather_timeline(trace: TraceRecorder, comm: Comm) -> Timeline | None:
     """Return the spans of all pipeline ranks, on rank 0; None elsewhere."""
     ranks = comm.gather_object(trace.spans())
-    return None if ranks is None else Timeline(tuple(span for spans in ranks for span in spans))
+    if ranks is None:
+        return None
+    rows = (row for rows in ranks for row in rows)
+    return Timeline(
+        tuple(Span(rank, Action(ActionKind(kind), *place), *times) for rank, (kind, *place), *times in rows)
+    )
 
 
 def write_trace(trace: TraceRecorder, comm: Comm, schedule: Schedule, save: Path, iteration: int) -> None:

@@ -5,13 +5,18 @@ Bugs that this finds: a key that another call uses as well, a child that two ran
 
 from __future__ import annotations
 
+import math
+import pickle
+import re
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron3d.comm import objects
-from megatron3d.comm.objects import StoreObjects, store_objects
+from megatron3d.comm.objects import StoreObjects, decode, encode, store_objects
 from megatron3d.parallel.mesh import Mesh
 from tests.support.pool import Pool
 
@@ -62,13 +67,61 @@ def test_messages_of_a_rank_have_a_closed_form(num_ranks: int, fan_in: int) -> N
 @pytest.mark.parametrize("size", [0, 1, 15, 16, 17, 160])
 def test_large_values_travel_in_chunks(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(objects, "CHUNK_BYTES", 16)
-    store, value = Counted(), bytes(range(size))
+    store, value = Counted(), "v" * size
     first, second = (StoreObjects(Mesh((("x", 2),), rank), store) for rank in range(2))
     second.gather_object(value)
     assert max(map(len, store.values.values())) <= 16 + 8
     assert first.gather_object(None) == [None, value]
     first.broadcast_object(value)
     assert second.broadcast_object(None) == value and not store.values
+
+
+class Program:
+    """Value that runs a program where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def test_what_a_stranger_writes_to_the_store_is_not_run(tmp_path: Path) -> None:
+    """Bug that this finds: the store unpickles what anybody who reaches its port has written, which runs programs."""
+    store, trap = Counted(), tmp_path / "was_run"
+    content = pickle.dumps(Program(trap))
+    store.values["1/1"] = (1).to_bytes(8, "little") + content
+    with pytest.raises(ValueError):
+        StoreObjects(Mesh((("x", 2),), 1), store).broadcast_object(None)
+    assert not trap.exists()
+
+
+def test_nothing_in_the_package_unpickles() -> None:
+    calls = re.compile(r"import pickle|pickle\.loads?\(|(gather_object|broadcast_object_list|scatter_object_list)\(")
+    found = [
+        f"{path}: {line}"
+        for path in Path(objects.__file__).parents[1].rglob("*.py")
+        for line in path.read_text().splitlines()
+        if calls.search(line) and ("pickle" in line or "dist." in line)
+    ]
+    assert not found
+
+
+@pytest.mark.parametrize(
+    "value", [None, True, 3, -0.1, math.inf, "ü\n", [1, [2.5, None]], {"a": {"b": [Path("/x/y"), "/x/y"]}}]
+)
+def test_values_come_back_as_they_were(value: Any) -> None:
+    assert decode(encode(value)) == value
+    assert decode(encode((value, np.int64(3)))) == [value, 3]
+    assert math.isnan(decode(encode(math.nan)))
+
+
+def test_values_without_json_are_refused() -> None:
+    """Bug that this finds: a number as a key comes back as a text, and is missed there."""
+    with pytest.raises(TypeError, match=r"Mesh .* has no JSON"):
+        encode([Mesh((("x", 2),))])
+    with pytest.raises(TypeError, match="keys"):
+        encode({"ranks": {0: "a"}})
 
 
 def through_the_store(rank: int, world_size: int) -> list[Any]:
@@ -86,7 +139,7 @@ def test_processes_gather_and_broadcast_through_the_store(pool: Pool) -> None:
     everyone = list(range(4))
     expected: list[Any] = []
     for count in range(3):
-        expected += [[(rank, count) for rank in everyone], everyone, f"0 {count}", 0]
+        expected += [[[rank, count] for rank in everyone], everyone, f"0 {count}", 0]
     first, *others = pool.run(through_the_store, 4)
     assert first == expected
     assert others == [[None if isinstance(each, list) else each for each in expected]] * 3
