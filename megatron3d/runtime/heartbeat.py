@@ -132,7 +132,7 @@ class Heartbeat:
     @property
     def in_collective(self) -> bool:
         """Whether the rank is known to wait in a collective."""
-        return bool(self.stack) and self.stack[-1].startswith(COLLECTIVES_FILES)
+        return self.stack is not None and bool(self.stack) and self.stack[-1].startswith(COLLECTIVES_FILES)
 
     @property
     def location(self) -> str:

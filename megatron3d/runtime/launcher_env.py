@@ -20,6 +20,9 @@ _OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_
 _MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
 
+MAX_PORT = 65535
+
+
 @dataclass(frozen=True)
 class LauncherEnv:
     """Rank of this process among `world_size`, of which `local_world_size` are local; rank 0 is at address:port.
@@ -45,6 +48,8 @@ class LauncherEnv:
             f"{self.world_size - 1}; start every process with the same world size": 0 <= self.rank < self.world_size,
             f"the launcher gives local rank {self.local_rank} of {self.local_world_size} processes on this machine: "
             f"local ranks start at 0": 0 <= self.local_rank < self.local_world_size,
+            f"MASTER_PORT={self.port}: ports are 1 to {MAX_PORT}; use one that is free on rank 0's machine, such as "
+            f"{_FIRST_PORT}": self.world_size <= 1 or 1 <= self.port <= MAX_PORT,
             f"the launcher gives {self.local_world_size} processes on this machine in a world of {self.world_size}: "
             f"a machine cannot hold more than all": self.local_world_size <= self.world_size,
         }

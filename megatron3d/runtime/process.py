@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -16,9 +18,10 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
-from megatron3d.errors import ExitCode, UserError
+from megatron3d.errors import ExitCode, UserError, one_line
 from megatron3d.runtime import machine as gpu_environment
 from megatron3d.runtime import machine as numa
+from megatron3d.runtime.arguments import whole_number
 from megatron3d.runtime.launcher_env import LauncherEnv, SlurmJob, read_launcher_env, read_slurm_job
 from megatron3d.runtime.machine import (
     CPU_BACKEND,
@@ -34,11 +37,14 @@ from megatron3d.runtime.program import exit_code_of, flush
 
 if TYPE_CHECKING:
     import torch
-    import torch.distributed as dist
+    from torch.distributed import TCPStore
 
     from megatron3d.runtime.watchdog import Watchdog
 
 T = TypeVar("T")
+ADDRESS_S = 20.0
+# What torch says where another rank's process has ended.
+_LOST = re.compile("gloo|nccl|connection|broken pipe|socket|timed out", re.IGNORECASE)
 # The store ends with the process of rank 0, which so long waits for ranks that may still read it; one may have died.
 LEAVE_S, LEAVE_AFTER_ERROR_S, LEAVE_INTERVAL_S = 20.0, 3.0, 0.02
 
@@ -219,6 +225,7 @@ def _process_group(env: LauncherEnv, backend: str, timeout_s: float) -> Iterator
 
     # No device_id: with one, torch splits each new communicator off the world's, for which every rank would have to
     # create every group, also those of other ranks' links.
+    _require_address(env, timeout_s)
     attempt = _attempt()
     has_server = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
@@ -254,7 +261,27 @@ def _process_group(env: LauncherEnv, backend: str, timeout_s: float) -> Iterator
     _take_leave(store, env, attempt, LEAVE_S if is_server else 0.0)
 
 
-def _take_leave(store: dist.Store, env: LauncherEnv, attempt: int, limit_s: float) -> None:
+def _require_address(env: LauncherEnv, timeout_s: float) -> None:
+    """Wait until the address of rank 0's machine is known, as a cluster's names are some time after its machines start.
+
+    Raises UserError after `timeout_s`, at most `ADDRESS_S`.
+    """
+    end_s = time.monotonic() + min(timeout_s, ADDRESS_S)
+    while True:
+        try:
+            socket.getaddrinfo(env.address, env.port)
+        except (socket.gaierror, UnicodeError) as error:
+            if time.monotonic() > end_s:
+                raise UserError(
+                    f"MASTER_ADDR={env.address}: no machine of this name is known here ({error}); name rank 0's "
+                    "machine as the other machines know it, or give its IP address"
+                ) from error
+        else:
+            return
+        time.sleep(0.2)
+
+
+def _take_leave(store: TCPStore, env: LauncherEnv, attempt: int, limit_s: float) -> None:
     """Say that this rank does not use the store any more; wait up to `limit_s` until all ranks have said so."""
     key, end_s = f"left attempt {attempt}", time.monotonic() + limit_s
     with contextlib.suppress(RuntimeError):  # the process that serves it did not wait for so long
@@ -285,14 +312,24 @@ def run_program(main: Callable[[], int]) -> int:
     """
     try:
         code = exit_code_of(main, _print_errors, "interrupted")
-    except Exception:
+    except Exception as error:
         if _env_or_default().world_size == 1:
             raise
-        _print_errors((traceback.format_exc(),))
+        _print_errors((_lost_rank(error) or traceback.format_exc(),))
         code = ExitCode.CRASH
     if code not in (ExitCode.DONE, ExitCode.STOPPED) and _env_or_default().world_size > 1:
         _exit_immediately(code)
     return code
+
+
+def _lost_rank(error: Exception) -> str | None:
+    """Return one line for a collective that failed since another rank has ended, whose own message says why."""
+    from megatron3d.runtime.heartbeat import COLLECTIVES_FILES
+    from megatron3d.runtime.watchdog import innermost_file
+
+    if innermost_file(error.__traceback__) not in COLLECTIVES_FILES or not _LOST.search(str(error)):
+        return None
+    return f"ends, since another rank has ended: {one_line(str(error).partition(chr(10))[0])}"
 
 
 def _print_errors(messages: Sequence[str], grace_s: float = 1.0) -> None:
@@ -310,8 +347,8 @@ def _print_errors(messages: Sequence[str], grace_s: float = 1.0) -> None:
 
 
 def _env_or_default() -> LauncherEnv:
-    """Return the launcher's environment, or that of a single process if it is invalid."""
+    """Return the launcher's environment, or that of a single process, of the same rank, if it is invalid."""
     try:
         return launcher_env()
     except UserError:
-        return LauncherEnv()
+        return LauncherEnv(rank=whole_number(os.environ.get("RANK", "0")) or 0)

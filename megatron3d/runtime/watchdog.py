@@ -218,7 +218,7 @@ class Watchdog:
     ) -> None:
         """Report which rank was lost if a collective failed; the heartbeats continue meanwhile."""
         is_crash = isinstance(error, Exception) and not isinstance(error, UserError)
-        if is_crash and _innermost_file(trace) in COLLECTIVES_FILES:
+        if is_crash and innermost_file(trace) in COLLECTIVES_FILES:
             self._save_trace()
             self._report(f"rank {self._rank} lost a connection")
         self._stop.set()
@@ -336,7 +336,7 @@ def _print(lines: Sequence[str]) -> None:
     print("\n".join(f"> watchdog: {line}" for line in lines), file=sys.stderr, flush=True)
 
 
-def _innermost_file(trace: TracebackType | None) -> str | None:
+def innermost_file(trace: TracebackType | None) -> str | None:
     """Return the innermost file of this package that an exception came through."""
     found: str | None = None
     while trace is not None:

@@ -90,6 +90,7 @@ def test_a_rank_that_dies_is_named(tmp_path: Path, rank: int) -> None:
     ranks[rank].kill()
     text = said(ranks, rank)
     assert time.monotonic() - began < 30
+    assert "Traceback" not in text and text.count("ends, since another rank has ended: ") == 2, text
     if rank:
         assert f"> watchdog: rank {rank} does not answer (host " in text and text.count("does not answer") == 1
         assert f"process {ranks[rank].pid})" in text and "all_reduce over data" in text and "after iteration" in text

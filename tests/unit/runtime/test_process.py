@@ -299,6 +299,27 @@ def test_other_ranks_name_themselves(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [("PORT", "99999", "ports are 1 to 65535"), ("ADDR", "no-such-host.invalid", "no machine of this name is known")],
+)
+def test_a_wrong_rendezvous_is_one_message(tmp_path: Path, name: str, value: str, words: str) -> None:
+    """Bug that this finds: 45 lines of C++ for a name that is misspelled."""
+    body = f"""
+        import os
+        os.environ["MASTER_{name}"] = "{value}"
+        process.ADDRESS_S = 0.5
+        with process.start(timeout_s=60):
+            pass
+    """
+    ranks = _launch(body, tmp_path)
+    assert [rank.returncode for rank in ranks] == [ExitCode.USER_ERROR] * 2, ranks
+    for prefix, rank in zip(("", "[rank 1] "), ranks, strict=True):
+        (line,) = rank.stderr.splitlines()
+        assert line.startswith(f"{prefix}MASTER_{name}={value}: ") and words in line
+
+
+@pytest.mark.slow
 def test_absent_ranks_are_reported(tmp_path: Path) -> None:
     ranks = _launch(
         """
