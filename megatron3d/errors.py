@@ -44,6 +44,10 @@ def shortened(text: str) -> str:
     return text[: MAX_LENGTH - _TAIL - len(note)] + note + text[-_TAIL:]
 
 
+class RunFailed(RuntimeError):
+    """A run that all ranks end with exit code 1 for a reason that its one line says: no input is wrong by itself."""
+
+
 MAX_PROBLEMS = 100
 
 

@@ -461,6 +461,9 @@ class TrainConfig(Section, frozen=True):
     )
     exit_interval: int | None = key(None, ge=1)
     exit_duration_in_mins: float | None = key(None, gt=0)
+    max_nonfinite_steps: int | None = key(
+        100, "consecutive steps without an update after which the run fails; null: never", ge=1
+    )
     rollback_nonfinite_steps: int | None = key(
         None, "consecutive steps without an update before a rollback to the last good checkpoint", ge=1
     )

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
-from megatron3d.errors import ExitCode, UserError, one_line
+from megatron3d.errors import ExitCode, RunFailed, UserError, one_line
 from megatron3d.runtime import machine as gpu_environment
 from megatron3d.runtime import machine as numa
 from megatron3d.runtime.arguments import whole_number
@@ -254,7 +254,7 @@ def _process_group(env: LauncherEnv, backend: str, timeout_s: float) -> Iterator
     is_server = env.rank == 0 and not has_server
     try:
         yield
-    except UserError:  # which all ranks raise, the last one when it has read the others' problems
+    except (RunFailed, UserError):  # which all ranks raise, the last one when it has read the others' problems
         _take_leave(store, env, attempt, LEAVE_AFTER_ERROR_S if is_server else 0.0)
         raise
     dist.destroy_process_group()

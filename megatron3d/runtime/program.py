@@ -35,7 +35,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from megatron3d.errors import ExitCode, UserError, escaped, one_line, shortened
+from megatron3d.errors import ExitCode, RunFailed, UserError, escaped, one_line, shortened
 
 
 class ConsoleStream:
@@ -163,6 +163,9 @@ def exit_code_of(work: Callable[[], int], tell: Callable[[Sequence[str]], None],
         return _flushed(work)
     except UserError as error:
         tell(error.problems)
+    except RunFailed as error:
+        tell([str(error)])
+        return ExitCode.CRASH
     except BrokenPipeError:  # as in `| head`
         return ExitCode.BROKEN_PIPE
     except (ConnectionError, TimeoutError):

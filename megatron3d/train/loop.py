@@ -104,11 +104,7 @@ def _train(run: Run, stop: StopSignal, collector: ManualGc) -> int:
         monitor.end_step(result, lr, batch)
         collector.after_step(state.iteration)
 
-        if is_due(state.iteration, config.eval_interval):
-            with monitor.between_steps(EVALUATE):
-                report_validation_loss(run)
-        if is_due(state.iteration, config.check_weight_hash_across_dp_replicas_interval):
-            check_replicas(state)
+        evaluate_and_compare(run, monitor)
 
         # A step's numbers are read one step later, so that the host never waits for the device.
         stopping = limits.end_after(state.iteration, previous)
@@ -118,12 +114,23 @@ def _train(run: Run, stop: StopSignal, collector: ManualGc) -> int:
             continue
         previous = result
 
-        if is_save_due(run):
+        if is_save_due(run) and not rollbacks.is_failing:
             with monitor.between_steps(SAVE):
                 save(run)
 
+    rollbacks.finish()
     save_last(run)
     return ExitCode.STOPPED if state.iteration < config.train_iters else ExitCode.DONE
+
+
+def evaluate_and_compare(run: Run, monitor: Monitor) -> None:
+    """Evaluate on the validation split, and compare the data-parallel replicas, where that is due."""
+    state, config = run.state, run.config.train
+    if is_due(state.iteration, config.eval_interval):
+        with monitor.between_steps(EVALUATE):
+            report_validation_loss(run)
+    if is_due(state.iteration, config.check_weight_hash_across_dp_replicas_interval):
+        check_replicas(state)
 
 
 def skip_iteration(run: Run) -> None:

@@ -17,9 +17,10 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron3d.checkpoint.publish import finished_checkpoints, move_tracker_back
+from megatron3d.checkpoint.publish import finished_checkpoints, iteration_folder, move_tracker_back
 from megatron3d.comm.objects import on_rank_0
 from megatron3d.config.schema import TrainConfig
+from megatron3d.errors import RunFailed
 from megatron3d.train.checkpointing import LoadOptions, describe, load_newest, source_of
 from megatron3d.train.run import Run
 from megatron3d.train.step import StepResult
@@ -90,6 +91,12 @@ class Rollbacks:
         # Of the steps that were read: with `train.iterations_to_skip` these are not consecutive.
         self._iterations = deque[int](maxlen=max(1, run.config.train.rollback_nonfinite_steps or 1))
         self._iteration = 0
+        self._num_read = self._num_skipped = self._num_nonfinite = 0
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether the last step that was read was not finite."""
+        return self._num_nonfinite > 0
 
     def after_step(self, result: StepResult) -> bool:
         """Roll back if the step before this one ended in a spike, and return whether it did.
@@ -104,16 +111,45 @@ class Rollbacks:
     def after_last_step(self) -> bool:
         """Roll back if the step that was not read yet ended in a spike, and return whether it did; raises likewise."""
         unread, self._unread = self._unread, None
-        if unread is None or not self._detector.is_enabled:
+        if unread is None:
             return False
+        loss, skipped = unread.loss.item(), bool(unread.skipped)
         self._iterations.append(self._iteration)
-        spike = self._detector.check(unread.loss.item(), bool(unread.skipped))
+        self._num_read += 1
+        self._num_skipped += skipped
+        self._num_nonfinite = self._num_nonfinite + 1 if skipped or not math.isfinite(loss) else 0
+        spike = self._detector.check(loss, skipped) if self._detector.is_enabled else None
         if spike is None:
+            if self._num_nonfinite == self._run.config.train.max_nonfinite_steps:
+                self._fail()
             return False
+        self._num_nonfinite = 0
         self._num_rollbacks += 1
         roll_back(self._run, spike, self._num_rollbacks, last_good=self._iterations[-spike.num_steps] - 1)
         self._iterations.clear()
         return True
+
+    def finish(self) -> None:
+        """Say how many steps were skipped; raise RunFailed where a run has come to its end without a finite one."""
+        run = self._run
+        if run.runtime.rank == 0 and self._num_skipped:
+            print(f"> {self._num_skipped} of {self._num_read} steps had non-finite gradients, and updated nothing")
+        is_done = run.state.iteration == run.config.train.train_iters
+        if is_done and 0 < self._num_read == self._num_nonfinite and run.config.train.max_nonfinite_steps:
+            self._fail()
+
+    def _fail(self) -> None:
+        """Raise RunFailed, which names the last checkpoint from before the steps without a finite loss or gradient."""
+        run, first = self._run, self._iteration - self._num_nonfinite + 1
+        root = Path(run.config.checkpoint.save) if run.config.checkpoint.save else None
+        if run.saver:
+            run.saver.wait()
+        good = [saved for saved in (finished_checkpoints(root) if root else ()) if saved < first]
+        last = f"{iteration_folder(root, max(good))} is the last good checkpoint" if root and good else "none was saved"
+        raise RunFailed(
+            f"iteration {self._iteration}: the last {self._num_nonfinite} steps had a non-finite loss or gradient; "
+            f"{last} before; use a lower optimizer.lr or loss scale, or train.max_nonfinite_steps=null to go on"
+        )
 
 
 def roll_back(run: Run, spike: Spike, num_rollbacks: int, last_good: int) -> None:

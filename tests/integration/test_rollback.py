@@ -151,6 +151,25 @@ def test_a_rollback_accepts_what_the_run_accepts(config: Path, tmp_path: Path, m
 
 
 @pytest.mark.parametrize(
+    ("typed", "last"),
+    [(["train.max_nonfinite_steps=3", "train.train_iters=20"], 8), (["train.train_iters=7"], 7)],
+)
+def test_a_run_without_a_finite_step_fails(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: list[str], last: int
+) -> None:
+    """Bug that this finds: a run that skips every step exits 0, and its checkpoints replace the good ones."""
+    saves = [*in_run(f"{tmp_path}/run"), "checkpoint.save_interval=1", "checkpoint.keep_latest_k=2"]
+    assert run(config, *saves, "train.train_iters=5").code == ExitCode.DONE
+    spoiled(monkeypatch, lambda s: s.iteration >= 5, math.nan)
+    outcome = run(config, *saves, *typed)
+    assert outcome.code == ExitCode.CRASH and "Traceback" not in outcome.err
+    (line,) = outcome.err.splitlines()
+    assert line.startswith(f"iteration {last}: the last {last - 5} steps had a non-finite loss or gradient; ")
+    assert f"{tmp_path}/run/iter_0000005 is the last good checkpoint before" in line
+    assert (tmp_path / "run/iter_0000005").is_dir() and not (tmp_path / "run/iter_0000007").exists()
+
+
+@pytest.mark.parametrize(
     ("typed", "words"),
     [
         (["checkpoint.save=null", "checkpoint.load=null"], ("train.rollback_", "set checkpoint.save")),
