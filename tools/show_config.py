@@ -43,6 +43,7 @@ PAGES: Mapping[str, str] = {
     "train.recompute": "memory.md",
     "train.cpu_offloading": "memory.md",
     "train.precision": "precision.md",
+    "train.max_nonfinite": "survival.md",
     "train.rollback": "survival.md",
     "train.check_weight_hash": "survival.md",
     "data.": "data.md",

@@ -37,7 +37,7 @@ from megatron3d.runtime.program import exit_code_of, flush
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     from megatron3d.runtime.watchdog import Watchdog
 
