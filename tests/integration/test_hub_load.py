@@ -103,7 +103,7 @@ def numbers(rank: int, world_size: int, config: Config, hub: Path, converted: Pa
     ):
         state = build_state(spec, connect(spec), torch.device("cpu"))
         load_state(folder, state, {"tokenizer": tokenizer_of(converted)}, options)
-        found.append(advance(config, state))
+        found.append(advance(config, state, 2))
     return found
 
 

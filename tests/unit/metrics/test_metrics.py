@@ -142,11 +142,13 @@ class FullDisk:
         return int(written)
 
 
-def test_a_full_disk_costs_rows_and_not_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_costs_rows_and_not_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bug that this finds: no space for a line of metrics.jsonl ends training with exit code 2."""
     journal = Journal(tmp_path, start_iteration=0)
     disk = FullDisk(journal._file, 30)
-    journal._file = disk
+    monkeypatch.setattr(journal, "_file", disk)
     for iteration in range(1, 5):
         journal.append({"iteration": iteration})
     assert [row["iteration"] for row in read_journal(tmp_path / FILE_NAME)] == [1]

@@ -81,7 +81,8 @@ def test_no_garbage_is_collected_while_frames_are_read(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(sys, "_current_frames", watched)
     package_stacks()
-    assert seen == [(False, pytest.approx(thread_stacks.SWITCH_S))]
+    [(enabled, interval)] = seen
+    assert not enabled and interval == pytest.approx(thread_stacks.SWITCH_S)
 
 
 def test_threads_run_while_others_read_them() -> None:
