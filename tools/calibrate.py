@@ -16,6 +16,7 @@ from megatron3d.errors import UserError
 from megatron3d.forecast.time.hardware import FOLDER, load_accelerator, load_cluster
 from megatron3d.runtime import process
 from megatron3d.runtime.arguments import ToolParser, real
+from megatron3d.runtime.outputs import add_overwrite, require_free
 from megatron3d.runtime.program import run_tool
 
 PRECISION = "bf16"
@@ -26,6 +27,9 @@ def run(arguments: argparse.Namespace) -> None:
     folder, seconds = arguments.output_dir, arguments.seconds
     (folder / "clusters").mkdir(parents=True, exist_ok=True)  # measuring takes minutes
     num_gpus = 0 if arguments.cpu else process.num_gpus()
+    name = "local_gpu" if num_gpus else "local"
+    sheets = [folder / f"{name}.yaml", folder / "clusters" / f"{name}.yaml"]
+    require_free("--output-dir", sheets, overwrite=arguments.overwrite)
     if num_gpus:
         from tools.calibrate_gpus import calibrate_gpus
 
@@ -53,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--network", metavar="NAME", help="cluster with the links between nodes, or of a machine with one GPU"
     )
     parser.add_argument("--seconds", type=real(0.001, 3600), default=1.0, help="for each measurement (default: 1)")
+    add_overwrite(parser)
     return run_tool(run, parser, argv)
 
 

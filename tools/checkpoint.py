@@ -30,6 +30,7 @@ from megatron3d.errors import ExitCode, UserError, one_line
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.runtime import process
 from megatron3d.runtime.arguments import ToolParser, whole
+from megatron3d.runtime.outputs import require_free
 
 EXIT_DIFFERENT = 1
 ALONE = Mesh((("data", 1),))
@@ -132,6 +133,7 @@ def average(args: argparse.Namespace) -> int:
     pieces, last = list(mean_pieces(folders)), read_index(folders[-1])
     if (args.save / FILE_NAME).exists() or any(args.save.glob("iter_*")):
         raise UserError(f"--save {args.save}: has a checkpoint already; name a new folder")
+    require_free("--save", [args.save / "config.yaml"])
     args.save.mkdir(parents=True, exist_ok=True)
     lock = FolderLock(args.save)
     try:

@@ -18,6 +18,7 @@ from megatron3d.errors import UserError
 from megatron3d.parallel.modes import MODES, build_mode
 from megatron3d.runtime.arguments import MAX_RANKS, ToolParser, whole
 from megatron3d.runtime.files import write_text
+from megatron3d.runtime.outputs import add_overwrite, require_free
 from megatron3d.runtime.program import run_tool
 from megatron3d.viz.data_flows import data_flows_picture
 from megatron3d.viz.layouts import layout_picture
@@ -71,6 +72,7 @@ def draw(arguments: argparse.Namespace) -> None:
         files = {output: one_picture(arguments)}
     else:
         files = {output / name: text for name, text in every_picture()}
+    require_free("--output", files, overwrite=arguments.overwrite)
     try:
         for path, text in files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -90,6 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--rank", type=whole(0, MAX_RANKS), default=RANK, help="the coloured rank; default: %(default)s"
     )
     parser.add_argument("--output", type=Path, required=True, help="a file; without --mode a folder")
+    add_overwrite(parser)
     return run_tool(draw, parser, argv)
 
 

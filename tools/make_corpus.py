@@ -22,6 +22,7 @@ from pathlib import Path
 from megatron3d.data.token_files.files import replace_output
 from megatron3d.errors import UserError
 from megatron3d.runtime.arguments import ToolParser, real
+from megatron3d.runtime.outputs import add_overwrite, require_free
 from megatron3d.runtime.program import byte_progress, run_tool
 
 INSTALLED = frozenset({"site-packages", "dist-packages", "__pycache__"})
@@ -51,6 +52,7 @@ def make_corpus(arguments: argparse.Namespace) -> None:
     paths = modules(folder)
     if not paths:
         raise UserError(f"--source {folder}: no Python files in it; name the folder of a standard library")
+    require_free("--output", [arguments.output], paths, arguments.overwrite)
     limit = float("inf") if arguments.max_mb is None else arguments.max_mb * 1e6
     written = skipped = num_bytes = 0
     with byte_progress() as progress, replace_output(arguments.output) as file:
@@ -80,6 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--source", type=Path, default=Path(sysconfig.get_path("stdlib")), help="default: the running Python's library"
     )
+    add_overwrite(parser)
     return run_tool(make_corpus, parser, argv)
 
 

@@ -23,6 +23,7 @@ from megatron3d.launch.requeue import run_folder
 from megatron3d.launch.script import CONTAINERS, JobSettings, Options, fill_template, options
 from megatron3d.runtime.arguments import MAX_RANKS, positive, whole
 from megatron3d.runtime.files import write_text
+from megatron3d.runtime.outputs import add_overwrite, require_free
 from megatron3d.runtime.program import run_tool
 
 TEMPLATE = Path(__file__).parents[1] / "scripts" / "slurm" / "pretrain.sbatch"
@@ -30,6 +31,9 @@ TEMPLATE = Path(__file__).parents[1] / "scripts" / "slurm" / "pretrain.sbatch"
 
 def make(arguments: argparse.Namespace) -> None:
     """Check the configuration, and write or print the script."""
+    path = arguments.output or Path(f"{arguments.config.stem}.sbatch")
+    if not arguments.dry_run:
+        require_free("--output", [path], [arguments.config], arguments.overwrite)
     cluster = load_cluster(arguments.cluster)
     num_ranks = arguments.nodes * cluster.node_ranks
     config = resolve(arguments.config, arguments.overrides, num_ranks, elsewhere=True).config
@@ -47,7 +51,6 @@ def make(arguments: argparse.Namespace) -> None:
     if arguments.dry_run:
         print(text, end="")
         return
-    path = arguments.output or Path(f"{arguments.config.stem}.sbatch")
     try:
         write_text(path, text)
     except OSError as error:
@@ -121,6 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="folder mounted in the container; may be repeated",
     )
     add("--output", type=Path, metavar="FILE", help="default: the configuration's name with .sbatch")
+    add_overwrite(parser)
     add("--dry-run", action="store_true", help="print the script instead")
     parser.add_overrides("values that replace those in the file")
     return run_tool(make, parser, argv)

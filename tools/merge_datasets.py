@@ -16,9 +16,10 @@ from pathlib import Path
 
 from megatron3d.data.token_files.files import with_suffix
 from megatron3d.data.token_files.indexed import IndexedDataset, Manifest, read_manifest
-from megatron3d.data.token_files.writer import IndexedWriter, publish
+from megatron3d.data.token_files.writer import IndexedWriter, corpus_files, publish
 from megatron3d.errors import UserError
 from megatron3d.runtime.arguments import ToolParser
+from megatron3d.runtime.outputs import add_overwrite, require_free
 from megatron3d.runtime.program import byte_progress, run_tool
 
 MAX_NAMED = 8
@@ -28,8 +29,8 @@ MAX_NAMED = 8
 def merge(arguments: argparse.Namespace) -> None:
     """Join the corpora, and print the counts of the result."""
     prefixes = find_prefixes(arguments.input)
-    if arguments.output_prefix in prefixes:
-        raise UserError(f"--output-prefix {arguments.output_prefix}: also an --input; name another")
+    inputs = [path for prefix in prefixes for path in corpus_files(prefix)]
+    require_free("--output-prefix", corpus_files(arguments.output_prefix), inputs, arguments.overwrite)
     made = [read_manifest(prefix) for prefix in prefixes]
     UserError.collect(manifest_problems(prefixes, made))
     parts = [
@@ -109,6 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--input", nargs="+", required=True, help="prefixes of .bin and .idx, globs of them, or folders"
     )
     parser.add_argument("--output-prefix", type=Path, required=True)
+    add_overwrite(parser)
     return run_tool(merge, parser, argv)
 
 

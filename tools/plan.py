@@ -38,12 +38,13 @@ from megatron3d.forecast.time.practices import OURS, practice
 from megatron3d.parallel.modes import MODES
 from megatron3d.runtime.arguments import MAX_RANKS, real, whole
 from megatron3d.runtime.files import write_figure, write_text
+from megatron3d.runtime.outputs import add_overwrite, require_free
 from megatron3d.runtime.program import run_tool
 
 # Options next to those of a task that is not a search.
-ONE_LAYOUT = ("cluster", "num_gpus", "vocab_size", "practice", "picture", "overrides")
+ONE_LAYOUT = ("cluster", "num_gpus", "vocab_size", "practice", "picture", "overwrite", "overrides")
 USED: Mapping[str, Sequence[str]] = {
-    "predict": ("output", "cluster"),
+    "predict": ("output", "overwrite", "cluster"),
     "compare": ONE_LAYOUT,
     "explain": (*ONE_LAYOUT, "config", "tokens", "memory_margin"),
 }
@@ -93,7 +94,7 @@ def planned(arguments: argparse.Namespace, path: Path) -> tuple[PredictedLayout,
 
 
 def check_options(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Raise UserError for options that the task does not use, and for files in folders that are not there."""
+    """Raise UserError for options that the task does not use, and for files that cannot or must not be written."""
     task = next((task for task in USED if getattr(arguments, task)), None)
     if task:
         given = (name for name, value in vars(arguments).items() if value and value != parser.get_default(name))
@@ -103,6 +104,9 @@ def check_options(arguments: argparse.Namespace, parser: argparse.ArgumentParser
         path = getattr(arguments, name)
         if path and not path.parent.is_dir():
             raise UserError(f"--{name} {path}: {path.parent} is no folder; make it, or use another")
+    inputs = [path for path in (arguments.config, *(arguments.predict or ()), *(arguments.compare or ())) if path]
+    for name in ("output", "picture"):
+        require_free(f"--{name}", filter(None, [getattr(arguments, name)]), inputs, arguments.overwrite)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -270,6 +274,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--explain", action="store_true", help="only the configuration's own layout, part by part")
     parser.add_argument("--compare", type=Path, nargs=2, metavar="FILE", help="two configurations side by side")
+    add_overwrite(parser)
     parser.add_argument("--picture", type=Path, metavar="FILE", help="stacked bars (.png, .svg, .pdf)")
     parser.add_argument(
         "--scale",

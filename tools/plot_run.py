@@ -21,6 +21,7 @@ matplotlib.use("Agg")
 from megatron3d.errors import UserError
 from megatron3d.runtime.arguments import ToolParser, whole
 from megatron3d.runtime.files import replace_file
+from megatron3d.runtime.outputs import add_overwrite, require_free
 from megatron3d.runtime.program import run_tool
 from megatron3d.viz.curves import draw, read_run
 from megatron3d.viz.report import is_finished, report
@@ -33,6 +34,7 @@ def plot(arguments: argparse.Namespace) -> None:
     folders, output = arguments.run_folders, arguments.output
     if output.suffix == PAGE and len(folders) > 1:
         raise UserError(f"--output={output}: a page is of one run, and these are {len(folders)}; use .png")
+    require_free("--output", [output], overwrite=arguments.overwrite)
     goes_on = write(folders, output, arguments.refresh)
     what = "report of" if output.suffix == PAGE else "curves of"
     print(f"{output}: {what} {len(folders)} run(s)", flush=True)
@@ -68,6 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--refresh", type=whole(1, 86_400), metavar="SECONDS", help="draw again, until the runs have ended"
     )
+    add_overwrite(parser)
     return run_tool(plot, parser, argv)
 
 

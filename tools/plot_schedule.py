@@ -24,6 +24,7 @@ from megatron3d.pipeline.simulate import Timeline, num_virtual_stages, peak_acti
 from megatron3d.pipeline.validate import write_schedule
 from megatron3d.runtime.arguments import MAX_RANKS, ToolParser, whole
 from megatron3d.runtime.files import write_figure, write_text
+from megatron3d.runtime.outputs import add_overwrite, require_free
 from megatron3d.runtime.program import run_tool
 
 TRACE_UNIT_US = 1000.0
@@ -34,6 +35,9 @@ Writer = Callable[[Path, str, Schedule, Timeline], None]
 def show(arguments: argparse.Namespace) -> None:
     """Simulate and print a schedule, and write the output file."""
     write = writer(arguments.output) if arguments.output else None
+    if write:
+        inputs = [arguments.input] if arguments.input else []
+        require_free("--output", [arguments.output], inputs, arguments.overwrite)
     costs = parse_costs(arguments.costs) if arguments.costs else Costs()
     schedule = choose_schedule(arguments, costs)
     timeline = simulate(schedule, costs)
@@ -129,6 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--input", type=Path, metavar="FILE.csv", help="schedule to read with --schedule file")
     parser.add_argument("--output", type=Path, help=f"file to write: {', '.join(WRITERS)}")
+    add_overwrite(parser)
     return run_tool(show, parser, argv)
 
 

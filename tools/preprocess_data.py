@@ -38,6 +38,7 @@ from megatron3d.data.preprocess.readers import TEXT_KEY, ReadOptions, exact_spli
 from megatron3d.data.tokenizers.tokenizer import TOKENIZER_TYPES, build_tokenizer
 from megatron3d.errors import UserError, one_line
 from megatron3d.runtime.arguments import MAX_NUMBER, ToolParser
+from megatron3d.runtime.outputs import add_overwrite
 from megatron3d.runtime.process import num_cores
 from megatron3d.runtime.program import byte_progress, run_tool
 
@@ -110,6 +111,7 @@ def make_job(arguments: argparse.Namespace) -> PreprocessJob:
         output_prefix=arguments.output_prefix,
         identity=identity(arguments, tokenizer.fingerprint, chunks, (*begin, tokenizer.eod)),
         shard=shard,
+        overwrite=arguments.overwrite,
     )
 
 
@@ -218,6 +220,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--piece-mb", type=float, default=64.0, help="size of the byte ranges into which plain .jsonl files are split")
     add("--max-record-mb", type=float, default=64.0, help="longest line of JSON, or text of a row")
     add("--on-bad-record", choices=("stop", "skip"), default="stop", help="skip: leave it out, and count it")
+    add_overwrite(parser)
     add("--restart", action="store_true", help="discard what an unfinished job has done")
     add("--ledger-interval", type=float, default=5.0, help="seconds of work that a kill may cost")
     add("--log-interval", type=int, default=1000, help="documents between lines where there is no terminal")

@@ -33,6 +33,7 @@ from megatron3d.data.token_files.files import replace_output, with_suffix
 from megatron3d.data.tokenizers.tokenizer import MAX_VOCAB_SIZE, build_tokenizer
 from megatron3d.errors import UserError
 from megatron3d.runtime.arguments import ToolParser, real, whole
+from megatron3d.runtime.outputs import add_overwrite, require_free
 from megatron3d.runtime.program import run_tool, spinner
 
 # By --type, the tokenizer that reads the model and the suffix of its file.
@@ -77,6 +78,7 @@ def train_tokenizer(arguments: argparse.Namespace) -> None:
     paths = find_inputs(arguments.input)
     tokenizer_type, suffix = OUTPUTS[arguments.type]
     output = with_suffix(arguments.output_prefix, suffix)
+    require_free("--output-prefix", [output], paths, arguments.overwrite)
     num_bytes = sum(path.stat().st_size for path in paths)
     fraction = 1.0 if characters else min(1.0, arguments.max_mb * 1e6 / max(1, num_bytes))
     text = TrainingText(tuple(paths), tuple(arguments.json_keys), fraction)
@@ -98,6 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--vocab-size", type=whole(1, 10**8), help="number of tokens, with the end of a document and the bytes"
     )
     parser.add_argument("--max-mb", type=real(), default=20.0, help="train on this much, evenly spread; char reads all")
+    add_overwrite(parser)
     return run_tool(train_tokenizer, parser, argv)
 
 

@@ -33,12 +33,14 @@ from megatron3d.data.token_files.writer import (
     IndexedWriter,
     WrittenCounts,
     can_publish,
+    corpus_files,
     is_on_disk,
     make_manifest,
     publish,
 )
 from megatron3d.data.tokenizers.tokenizer import Tokenizer
 from megatron3d.errors import UserError
+from megatron3d.runtime.outputs import require_free
 
 
 @dataclass(frozen=True)
@@ -177,6 +179,7 @@ class PreprocessJob:
         chunks: input chunks of this shard, in order.
         identity: values that an unfinished job must share to be resumed.
         shard: (i, n) of a shard, None for a whole job.
+        overwrite: whether token files that exist may be replaced.
     """
 
     encoder: EncoderSpec
@@ -186,6 +189,7 @@ class PreprocessJob:
     output_prefix: Path
     identity: dict[str, JsonValue]
     shard: tuple[int, int] | None = None
+    overwrite: bool = False
 
     @property
     def stem(self) -> Path:
@@ -197,6 +201,14 @@ class PreprocessJob:
         """Prefixes of the token files, one per key."""
         level = "sentence" if self.encoder.split_sentences else "document"
         return tuple(with_suffix(self.stem, f"_{key}_{level}") for key in self.encoder.keys)
+
+    def require_free(self, is_publishing: bool) -> None:
+        """Raise UserError where a token file is an input, or exists and is not this job's own, half published."""
+        inputs = [Path(chunk.path) for chunk in self.chunks if chunk.kind != "dataset"]
+        if self.encoder.tokenizer_model:
+            inputs.append(Path(self.encoder.tokenizer_model))
+        outputs = [path for prefix in self.prefixes for path in corpus_files(prefix)]
+        require_free("--output-prefix", outputs, inputs, self.overwrite or is_publishing)
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -234,6 +246,7 @@ def run(job: PreprocessJob, num_workers: int, interval_s: float, restart: bool, 
         point = _resume_point(log, job)
         if log.faults:
             on_progress(point, log.faults)
+        job.require_free(point.is_done)
         if not point.is_done:
             point = _encode_rest(job, log, point, num_workers, interval_s, on_progress)
         _publish(job, point)

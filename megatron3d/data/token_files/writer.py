@@ -146,6 +146,11 @@ class IndexedWriter:
         self.close()
 
 
+def corpus_files(prefix: Path) -> tuple[Path, ...]:
+    """Return the files of a published corpus."""
+    return tuple(with_suffix(prefix, suffix) for suffix in (".bin", ".idx", SUFFIX))
+
+
 def part_path(prefix: Path, name: str) -> Path:
     """Return the path of one of the three growing files."""
     return with_suffix(prefix, f".{name}{PARTIAL}")
@@ -202,7 +207,7 @@ def publish(prefix: Path, dtype: np.dtype[Any], written: WrittenCounts, manifest
     corpus that Megatron made.
     """
     assert written.open_tokens == 0, "the last document has no end"
-    idx, tokens, described = (with_suffix(prefix, suffix) for suffix in (".idx", ".bin", SUFFIX))
+    tokens, idx, described = corpus_files(prefix)
     partial = part_path(prefix, "bin")
     if part_path(prefix, "lengths").exists():  # otherwise an earlier call did this
         with ExitStack() as stack:

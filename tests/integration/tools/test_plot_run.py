@@ -37,7 +37,7 @@ def test_one_and_several_runs_are_drawn(tmp_path: Path, capsys: pytest.CaptureFi
     first, second = write_run(tmp_path / "first"), write_run(tmp_path / "second", steps=1)
     output = tmp_path / "new" / "curves.png"
     for runs in ([first], [first, second]):
-        assert plot_run.main([*map(str, runs), "--output", str(output)]) == 0
+        assert plot_run.main([*map(str, runs), "--output", str(output), "--overwrite"]) == 0
         assert output.read_bytes().startswith(PNG)
         assert capsys.readouterr().out == f"{output}: curves of {len(runs)} run(s)\n"
     assert plot_run.main([str(first), str(second), "--output", str(tmp_path / "runs.html")]) == 2

@@ -36,7 +36,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def test_the_committed_pictures_are_current(tmp_path: Path) -> None:
-    """To redraw after a change: python tools/draw_layouts.py --output docs/pictures."""
+    """To redraw after a change: python tools/draw_layouts.py --output docs/pictures --overwrite."""
     assert draw_layouts.main(["--output", str(tmp_path)]) == 0
     drawn, committed = ({path.name: path.read_text() for path in folder.iterdir()} for folder in (tmp_path, PICTURES))
     assert drawn == committed
