@@ -16,7 +16,7 @@ from megatron3d.config.report import batch_arithmetic, render, slow_shapes
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.suggest import nearest, nearest_key, value_of
-from megatron3d.config.validate.facts import Facts
+from megatron3d.config.validate.facts import Facts, MissingHere
 from megatron3d.config.validate.files import check_files
 from megatron3d.config.validate.rules import layout_problems, value_problems
 from megatron3d.errors import ExitCode, UserError
@@ -74,6 +74,7 @@ class Arguments:
     dry_run: bool = False
     ranks: str = PIPELINE
     picture: Path | None = None
+    elsewhere: bool = False
 
 
 def parse_args(argv: Sequence[str], program: str = "pretrain_gpt.py") -> Arguments:
@@ -93,7 +94,12 @@ def parse_args(argv: Sequence[str], program: str = "pretrain_gpt.py") -> Argumen
         "--world-size",
         type=whole(1, MAX_RANKS),
         metavar="N",
-        help="check or dry-run for N processes of another machine; missing files are reported, not refused",
+        help="check or dry-run for N processes",
+    )
+    parser.add_argument(
+        "--elsewhere",
+        action="store_true",
+        help="with --check: the files are on another machine; those missing here are reported, not refused",
     )
     parser.add_argument(
         "--ranks",
@@ -115,12 +121,15 @@ def parse_args(argv: Sequence[str], program: str = "pretrain_gpt.py") -> Argumen
         )
     if typed.check and typed.dry_run:
         parser.error("--check and --dry-run exclude each other; a dry run checks first")
+    if typed.elsewhere and not typed.check:
+        parser.error("--elsewhere needs --check; a dry run reads no corpus and no checkpoint")
     if typed.ranks != PIPELINE and not typed.dry_run:
         parser.error("--ranks needs --dry-run")
     if typed.picture and not typed.dry_run:
         parser.error("--picture needs --dry-run")
     overrides = tuple(typed.overrides)
-    return Arguments(typed.config, overrides, typed.check, typed.world_size, typed.dry_run, typed.ranks, typed.picture)
+    named = {name: value for name, value in vars(typed).items() if name not in ("config", "overrides")}
+    return Arguments(typed.config, overrides, **named)
 
 
 def resolve(config: Path, overrides: Sequence[str], world_size: int, elsewhere: bool = False) -> Resolved:
@@ -150,9 +159,11 @@ def run_check(
 
     `forecasts` returns what else is known of a valid run, as lines.
     """
-    world_size, elsewhere = arguments.world_size or environ_world_size or 1, arguments.world_size is not None
+    world_size = arguments.world_size or environ_world_size or 1
     try:
-        resolved = resolve(arguments.config, arguments.overrides, world_size, elsewhere)
+        resolved = resolve(arguments.config, arguments.overrides, world_size, arguments.elsewhere)
+        found = check_files(resolved.config, world_size, resolved.origins) if arguments.elsewhere else []
+        UserError.collect(problem for problem in found if not isinstance(problem, MissingHere))
     except UserError as error:
         for problem in error.problems:
             print(problem, file=sys.stderr)
@@ -163,7 +174,7 @@ def run_check(
     spec = RunSpec(resolved.config, world_size)
     for line in (*slow_shapes(spec), *forecasts(spec)):
         print(line)
-    for problem in check_files(resolved.config, world_size, resolved.origins) if elsewhere else ():
+    for problem in found:
         print(f"on this machine: {problem}")
     return ExitCode.DONE
 

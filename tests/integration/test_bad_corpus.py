@@ -154,7 +154,9 @@ def test_bad_schedule_files_are_refused(config: Path, name: str, check: bool) ->
 
 def test_a_missing_schedule_file_of_another_machine_is_only_reported(config: Path) -> None:
     typed = ["parallel.pipeline_schedule=file", "parallel.pipeline_schedule_file=/there/mine.csv"]
-    outcome = run(config, "--check", "--world-size", "2", "parallel.pipeline_model_parallel_size=2", *typed)
+    typed = ["--check", "--world-size", "2", "parallel.pipeline_model_parallel_size=2", *typed]
+    refuse(config, typed, ("parallel.pipeline_schedule_file=/there/mine.csv", "does not exist"))
+    outcome = run(config, "--elsewhere", *typed)
     assert outcome.code == ExitCode.DONE and not outcome.err
     assert "pipeline: file /there/mine.csv, 2 ranks; stages and bubble are not known here" in outcome.out
     assert "on this machine: parallel.pipeline_schedule_file=/there/mine.csv (command line): " in outcome.out

@@ -72,12 +72,18 @@ def describe_tensor(spec: RunSpec) -> str:
     return f"TP {spec.tensor_size} ({describe_mode(spec)})" if spec.tensor_size > 1 else "TP 1"
 
 
+class MissingHere(str):
+    """A problem of this machine's files, which another machine need not have: what a run needs is not here."""
+
+    __slots__ = ()
+
+
 def unreadable(path: Path, may_be_folder: bool = False, may_be_empty: bool = False) -> str | None:
-    """Return why a file cannot be used, or None."""
+    """Return why a file cannot be used, a `MissingHere` where it is not there, or None."""
     try:
         status = path.stat()
     except (FileNotFoundError, NotADirectoryError):
-        return f"{path} does not exist"
+        return MissingHere(f"{path} does not exist")
     except OSError as error:
         return f"{path}: {error.strerror}"
     if stat.S_ISDIR(status.st_mode) and may_be_folder:

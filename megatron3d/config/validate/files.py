@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from megatron3d.config.schema import Config
-from megatron3d.config.validate.facts import Facts, plain, unreadable
+from megatron3d.config.validate.facts import Facts, MissingHere, plain, unreadable
 from megatron3d.config.validate.layout import file_problems
 from megatron3d.data.corpus.plan import parse_paths, parse_split
 from megatron3d.data.preprocess.inputs import HF_PREFIX
@@ -195,7 +195,10 @@ HUB_CONFIG = "config.json"
 
 
 def check_files(config: Config, world_size: int, origins: Mapping[str, str] | None = None) -> list[str]:
-    """Return the problems of the schedule file, corpus, tokenizer, and the folders to save to and load from."""
+    """Return the problems of the schedule file, corpus, tokenizer, and the folders to save to and load from.
+
+    Those that another machine need not have are `MissingHere`.
+    """
     facts = Facts(config, world_size, origins=origins or {})
     return [*file_problems(facts), *_corpus(facts), *_tokenizer(facts), *_outputs(facts), *_load(facts)]
 
@@ -226,7 +229,7 @@ def _token_files(prefix: str, where: str) -> Iterator[str]:
         return
     for suffix in (".bin", ".idx"):
         if problem := unreadable(Path(prefix + suffix)):
-            yield f"{where}: {problem}; use a prefix that tools/preprocess_data.py wrote"
+            yield type(problem)(f"{where}: {problem}; use a prefix that tools/preprocess_data.py wrote")
 
 
 def _tokenizer(facts: Facts) -> Iterator[str]:
@@ -236,7 +239,7 @@ def _tokenizer(facts: Facts) -> Iterator[str]:
     if data.tokenizer_model is None:
         yield f"{where}: {data.tokenizer_type} needs a file; name one that tools/train_tokenizer.py wrote"
     elif problem := unreadable(Path(data.tokenizer_model), may_be_folder=True):
-        yield f"{where}: {problem}; use a file that tools/train_tokenizer.py wrote"
+        yield type(problem)(f"{where}: {problem}; use a file that tools/train_tokenizer.py wrote")
 
 
 def _outputs(facts: Facts) -> Iterator[str]:
@@ -248,12 +251,13 @@ def _outputs(facts: Facts) -> Iterator[str]:
         try:
             there = next(path for path in (Path(folder), *Path(folder).absolute().parents) if path.exists())
         except OSError as error:
-            yield f"{facts.named(key)}: {error.strerror}; use another folder"
+            yield MissingHere(f"{facts.named(key)}: {error.strerror}; use another folder")
             continue
         if not there.is_dir():
-            yield f"{facts.named(key)}: {there} is not a folder; use a folder, or a path where one can be made"
+            rule = f"{there} is not a folder; use a folder, or a path where one can be made"
+            yield MissingHere(f"{facts.named(key)}: {rule}")
         elif not os.access(there, os.W_OK | os.X_OK):
-            yield f"{facts.named(key)}: {there} cannot be written to; use a folder that you own"
+            yield MissingHere(f"{facts.named(key)}: {there} cannot be written to; use a folder that you own")
 
 
 def _load(facts: Facts) -> Iterator[str]:
@@ -278,6 +282,7 @@ def _load_problems(facts: Facts) -> Iterator[str]:
     if load is None:
         return
     if not Path(load).is_dir():
-        yield f"{where}: there is no such folder; use one with a checkpoint, or null to start from scratch"
+        rule = "there is no such folder; use one with a checkpoint, or null to start from scratch"
+        yield MissingHere(f"{where}: {rule}")
     elif not os.access(load, os.R_OK | os.X_OK):
         yield f"{where}: the folder cannot be read; change its permissions, or load from another one"

@@ -439,7 +439,7 @@ def file_problems(facts: Facts) -> Iterator[str]:
         return
     path = Path(parallel.pipeline_schedule_file)
     if problem := unreadable(path, may_be_empty=True):
-        yield f"{where}: {problem}; use {MAKE_ONE}"
+        yield type(problem)(f"{where}: {problem}; use {MAKE_ONE}")
         return
     try:
         schedule = read_schedule(path)

@@ -111,10 +111,43 @@ def test_the_command_line_reports_or_refuses(tmp_path: Path, capsys: pytest.Capt
     shown = capsys.readouterr()
     assert shown.out == ""
     assert shown.err.startswith("world_size 3: not a multiple of TP 2")
-    for wrong in (["--check"], ["--config", "x", "--chek"], ["--config", "x", "--world-size", "2"]):
+    for wrong in (
+        ["--check"],
+        ["--config", "x", "--chek"],
+        ["--config", "x", "--world-size", "2"],
+        ["--config", "x", "--elsewhere"],
+    ):
         with pytest.raises(SystemExit) as stopped:
             parse_args(wrong)
         assert stopped.value.code == 2
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize("kind", ["missing corpus", "missing schedule", "malformed schedule", "empty tokens"])
+def test_a_check_for_other_ranks_refuses_bad_files_and_reports_missing_ones(
+    kind: str, elsewhere: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--check --world-size N && sbatch` must not go on with files that are not there, unless they are elsewhere."""
+    (tmp_path / "bad.csv").write_text("no action\n")
+    for name in ("c", "empty"):
+        for suffix in ("bin", "idx"):
+            (tmp_path / f"{name}.{suffix}").write_bytes(b"\0" * (name == "c"))
+    file = tmp_path / "run.yaml"
+    file.write_text(f"data: {{data_path: {tmp_path}/c, tokenizer_type: ByteTokenizer}}\nmodel: {{vocab_size: 256}}\n")
+    by_file = ["parallel.pipeline_schedule=file", f"parallel.pipeline_schedule_file={tmp_path}"]
+    wrong = {
+        "missing corpus": ["data.data_path=/nope"],
+        "missing schedule": [by_file[0], f"{by_file[1]}/absent.csv"],
+        "malformed schedule": [by_file[0], f"{by_file[1]}/bad.csv"],
+        "empty tokens": [f"data.data_path={tmp_path}/empty"],
+    }
+    typed = ["--config", str(file), "--check", "--world-size", "1", *["--elsewhere"] * elsewhere]
+    assert run_check(parse_args(typed)) == 0
+    capsys.readouterr()
+    is_reported = elsewhere and kind.startswith("missing")
+    assert run_check(parse_args([*typed, *wrong[kind]])) == (0 if is_reported else 2)
+    out, err = capsys.readouterr()
+    assert ("on this machine: " in out) == is_reported and (not err) == is_reported
 
 
 def test_checking_needs_no_torch() -> None:

@@ -29,7 +29,9 @@ def test_a_preset_is_valid_on_its_documented_ranks(path: Path) -> None:
     comment = [line[2:] for line in path.read_text().splitlines() if line.startswith("# ")]
     world_size = next(int(found[1]) for line in comment if (found := re.match(r"world_size (\d+) = ", line)))
     assert check(config, world_size, vocab_size=config.model.vocab_size) == []
-    assert run_check(parse_args(["--config", str(path), "--check", "--world-size", str(world_size)])) == 0
+    assert (
+        run_check(parse_args(["--config", str(path), "--check", "--elsewhere", "--world-size", str(world_size)])) == 0
+    )
     for line in (*batch_arithmetic(RunSpec(config, world_size)).splitlines(), parameter_line(config)):
         assert line in comment
 

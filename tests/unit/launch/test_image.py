@@ -28,7 +28,7 @@ def test_the_image_copies_every_needed_file(tmp_path: Path) -> None:
     asked = ["--config", "configs/gpt3-175b.yaml"]
     for program in (
         ["-m", "compileall", "-q", "megatron3d", "tools", "pretrain_gpt.py"],
-        ["pretrain_gpt.py", *asked, "--check", "--world-size", "1024"],
+        ["pretrain_gpt.py", *asked, "--check", "--elsewhere", "--world-size", "1024"],
         ["tools/make_slurm.py", *asked, "--cluster", "selene", "--nodes", "128", "--dry-run"],
         ["-c", f"import megatron3d; assert megatron3d.__file__.startswith({str(tmp_path)!r})"],
     ):
