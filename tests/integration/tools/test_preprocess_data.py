@@ -107,7 +107,7 @@ def test_long_texts_are_split_within_one_document(tmp_path: Path, monkeypatch: p
     (tmp_path / "a.txt").write_text(text)
     write_jsonl(tmp_path / "a.jsonl", [{"text": text}])
     for name in ("a.txt", "a.jsonl"):
-        assert run(tmp_path / name, tmp_path / "x") == 0
+        assert run(tmp_path / name, tmp_path / "x", "--overwrite") == 0
         data = IndexedDataset(tmp_path / "x_text_document")
         (ids,) = data.sequences(0)
         assert data.num_documents == 1 and ids.tolist() == [*text.encode(), 256]

@@ -151,7 +151,7 @@ def test_bad_arguments_are_refused(
 
 def test_a_byte_level_tokenizer_is_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.txt").write_text("the cat and the dog and the cat\n" * 20)
-    words = ["--input", str(tmp_path / "a.txt"), "--type", "byte-bpe", "--output-prefix", str(tmp_path / "t")]
+    words = ["--input", f"{tmp_path}/a.txt", "--type", "byte-bpe", "--output-prefix", f"{tmp_path}/t", "--overwrite"]
     assert train_tokenizer.main([*words, "--vocab-size", "265"]) == 0
     tokenizer = build_tokenizer("HuggingFaceTokenizer", str(tmp_path / "t.tokenizer.json"))
     text = "the cat \N{GRINNING FACE}\n  né"

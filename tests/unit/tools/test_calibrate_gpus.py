@@ -64,7 +64,7 @@ def test_predicted_gathers_take_as_long_as_the_measured_ones(tmp_path: Path, mon
     sent = 7 * 4 * LARGE.gathered
     seconds = Network(cluster).seconds(Traffic("all_gather", ("t",), sent), Mesh((("t", 8),)))
     assert seconds == pytest.approx(FOUND["large"], rel=1e-3)
-    assert tool.main(["--output-dir", str(tmp_path)]) == 0
+    assert tool.main(["--output-dir", str(tmp_path), "--overwrite"]) == 0
     assert [level.ranks for level in load_cluster(NAME, tmp_path / "clusters").levels] == [8]
 
 
