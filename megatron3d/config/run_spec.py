@@ -216,11 +216,16 @@ class RunSpec:
     def packing(self, eod: int | None) -> Packing:
         """Return the packing of documents into samples; `eod` is the tokenizer's token that ends a document.
 
-        Raises UserError where the options need that token and the tokenizer has none.
+        Raises UserError where the options need that token and the tokenizer has none, or name a token that it lacks.
         """
         from megatron3d.data.packing import Packing  # it imports torch, which --check does not need
 
-        data = self.config.data
+        data, vocab_size = self.config.data, max(self.config.model.vocab_size or 0, self.vocab_size)
+        if data.pad_token_id is not None and 0 < vocab_size <= data.pad_token_id:
+            raise UserError(
+                f"data.pad_token_id={data.pad_token_id}: outside the vocabulary of {vocab_size} tokens, so that "
+                f"nothing would be left out of the loss; use 0 to {vocab_size - 1}, or null"
+            )
         packing = Packing(
             eod,
             data.reset_position_ids,

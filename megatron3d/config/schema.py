@@ -23,6 +23,8 @@ from megatron3d.runtime.arguments import MAX_NUMBER, MAX_RANKS, MAX_SEED
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 
+# Smallest positive number that fp32 holds with all its digits, rounded up.
+SMALLEST = 1.2e-38
 # Characters of a text, more than a path may have.
 MAX_TEXT = 4096
 
@@ -42,7 +44,7 @@ class Section(BaseModel, frozen=True):
     @field_validator("*")
     @classmethod
     def _within_limits(cls, value: object, info: ValidationInfo) -> object:
-        """Return the value; raises ValueError for text that is not printable or too long, and for too large numbers."""
+        """Return the value; raises ValueError for text that is not printable or too long, and for extreme numbers."""
         limits = declared(cls.model_fields[str(info.field_name)])
         most = limits.get("most", MAX_NUMBER)
         if value not in limits.get("enum", (value,)):
@@ -54,6 +56,10 @@ class Section(BaseModel, frozen=True):
                 raise Refused(f"{len(item)} characters; use at most {MAX_TEXT}")
             if isinstance(item, int | float) and abs(item) > most:
                 raise Refused(f"more than {most}, the largest that is allowed; use {most} or less")
+            if isinstance(item, float) and 0 < abs(item) < SMALLEST:
+                raise Refused(f"fp32 has no such small numbers; use 0, if this key takes it, or {SMALLEST:g} or more")
+            if isinstance(item, float) and 0 < abs(item) < SMALLEST:
+                raise Refused(f"fp32 has no such small numbers; use 0, if this key takes it, or {SMALLEST:g} or more")
         return value
 
 
@@ -477,7 +483,7 @@ class TrainConfig(Section, frozen=True):
     )
     seed: int = key(1234, ge=0, most=MAX_SEED)
     distributed_timeout_minutes: float = key(
-        10.0, "time without progress after which the run ends, naming the rank", gt=0, most=10**6
+        10.0, "time without progress after which the run ends, naming the rank", ge=0.01, most=10**6
     )
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = key(
         "fp32", also="dtype bf16 fp16 params_dtype mixed_precision mixed_precision_param torch_dtype"

@@ -13,7 +13,7 @@ import io
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
@@ -39,6 +39,12 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def absent(paths: Iterable[Path]) -> list[Path]:
+    """Return those of the paths, and of the folders above them, that are not there, the deepest first."""
+    whole = {place for path in paths for place in (path.absolute(), *path.absolute().parents)}
+    return sorted((place for place in whole if not place.exists()), key=lambda place: -len(place.parts))
 
 
 def hidden(path: Path) -> Path:

@@ -18,7 +18,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO, cast
@@ -212,6 +212,10 @@ def run_tool(
     return exit_code_of(run, tell, "stopped; nothing was written")
 
 
+# rich would write what is printed while a bar is drawn to the terminal itself, not escaped.
+_ON_TERMINAL: Mapping[str, Any] = {"redirect_stdout": False, "redirect_stderr": False}
+
+
 def byte_progress(*more: str) -> Progress:
     """Return a bar of bytes with speed, time left and further columns; on standard error, drawn only on a terminal."""
     return Progress(
@@ -221,6 +225,7 @@ def byte_progress(*more: str) -> Progress:
         TransferSpeedColumn(),
         *map(TextColumn, more),
         TimeRemainingColumn(),
+        **_ON_TERMINAL,
         console=_terminal(),
     )
 
@@ -228,7 +233,11 @@ def byte_progress(*more: str) -> Progress:
 def spinner(description: str) -> Progress:
     """Return a spinner with the time spent, for work of unknown length."""
     progress = Progress(
-        SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn(), console=_terminal()
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        TimeElapsedColumn(),
+        **_ON_TERMINAL,
+        console=_terminal(),
     )
     progress.add_task(one_line(description), total=None)
     return progress

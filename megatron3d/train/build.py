@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from pydantic import JsonValue
 
 from megatron3d.checkpoint.async_saver import CheckpointSaver, Snapshot
 from megatron3d.checkpoint.index import meta_of
-from megatron3d.checkpoint.publish import FolderLock, RetentionPolicy, is_non_persistent
+from megatron3d.checkpoint.publish import LOCK_FILE, FolderLock, RetentionPolicy, is_non_persistent
 from megatron3d.checkpoint.store import latest, resolve
 from megatron3d.comm.interface import Comm
 from megatron3d.comm.objects import background_comm, on_rank_0, run_on_all_ranks
@@ -34,8 +35,10 @@ from megatron3d.errors import UserError
 from megatron3d.hardware.devices import device_peak
 from megatron3d.metrics import MetricsWriter, peak_memory_bytes
 from megatron3d.metrics.timers import Timers
+from megatron3d.metrics.writer import WANDB_ID
 from megatron3d.model.group_plan import tied_links
 from megatron3d.model.spec import changed_fields
+from megatron3d.runtime.files import absent, remove
 from megatron3d.runtime.process import Runtime
 from megatron3d.runtime.program import StartupPhases
 from megatron3d.train.checkpointing import LoadOptions, SourceFormat, load_newest, load_state, source_of
@@ -266,12 +269,15 @@ def _bounds(pairs: Iterable[tuple[int, int]]) -> tuple[int, int] | None:
 def open_outputs(resolved: Resolved, comm: Comm, state: TrainState) -> tuple[FolderLock | None, MetricsWriter | None]:
     """Lock the folder, open the metrics and write the resolved configuration, on rank 0.
 
-    Returns the lock and the metrics on rank 0, None elsewhere; all ranks raise if rank 0 fails.
+    Returns the lock and the metrics on rank 0, None elsewhere; all ranks raise if rank 0 fails, and what it has made is
+    removed.
     """
     config = resolved.config
     save = Path(config.checkpoint.save) if config.checkpoint.save else None
     locks: list[FolderLock] = []
     opened: list[MetricsWriter] = []
+    places = [save / name for name in (LOCK_FILE, WANDB_ID.parent)] if save else []
+    new = absent([*places, *map(Path, filter(None, [config.logging.tensorboard_dir]))])
 
     def write() -> None:
         make_folder("logging.tensorboard_dir", config.logging.tensorboard_dir)
@@ -280,17 +286,31 @@ def open_outputs(resolved: Resolved, comm: Comm, state: TrainState) -> tuple[Fol
             locks.append(FolderLock(save))
         make_folder("checkpoint.save", str(trace_folder(save)) if save and config.logging.trace_iterations else None)
         make_folder("checkpoint.save", str(profile_folder(save)) if save and config.logging.profile else None)
+        opened.append(MetricsWriter(save, config, state.iteration))
         if save is not None:
             write_resolved(resolved, save / "config.yaml", state.model.arch.vocab_size)
-        opened.append(MetricsWriter(save, config, state.iteration))
 
     try:
         run_on_all_ranks(comm, lambda: write() if comm.mesh.rank == 0 else None)
     except Exception:
+        for writer in opened:
+            writer.close()
+        if locks or save is None:  # another process may hold the lock, and then the folder is its own
+            undo(new)
         for lock in locks:
             lock.release()
         raise
     return locks[0] if locks else None, opened[0] if opened else None
+
+
+def undo(new: Sequence[Path]) -> None:
+    """Remove what a launch that failed has made: its lock, wandb's files, and folders that are empty then."""
+    for path in new:
+        with contextlib.suppress(OSError):
+            if path.name in (LOCK_FILE, WANDB_ID.parent.name):
+                remove(path)
+            else:
+                path.rmdir()
 
 
 def make_folder(key: str, folder: str | None) -> None:

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
-from megatron3d.errors import UserError
+from megatron3d.errors import UserError, one_line
 from megatron3d.metrics.journal import FILE_NAME, read_journal
 
 Rows = list[dict[str, Any]]
@@ -71,7 +71,7 @@ def _curve(axes: Axes, rows: Rows, key: str, unit: float, colour: str, name: str
             *zip(*points, strict=True),
             STYLES.get(key, "-"),
             color=colour,
-            label=name.replace("$", r"\$") + kind,
+            label=one_line(name).replace("$", r"\$") + kind,
             markersize=4,
         )
 

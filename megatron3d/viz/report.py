@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 
 from megatron3d.config.read import read_config
 from megatron3d.config.run_spec import RunSpec
-from megatron3d.errors import UserError
+from megatron3d.errors import UserError, escaped
 from megatron3d.forecast.memory.table import BYTES, unit_for
 from megatron3d.linear.overlap_plan import ExposedComm
 from megatron3d.metrics.journal import FILE_NAME
@@ -96,8 +96,15 @@ def report(folder: Path, refresh_s: int | None = None) -> str:
     if start:
         values["machines"] = [(name, len(ranks), ranges(ranks)) for name, ranks in start["ranks"].items()]
         values.update(stages=_stages(start), memory=_memory(start, rows), pipeline=_pipeline(start, folder))
-    environment = Environment(loader=PackageLoader("megatron3d.viz"), autoescape=True, undefined=StrictUndefined)
+    environment = Environment(
+        loader=PackageLoader("megatron3d.viz"), autoescape=True, undefined=StrictUndefined, finalize=_shown
+    )
     return environment.get_template("report.html").render(values)
+
+
+def _shown(value: Any) -> Any:
+    """Return a value of the template, foreign text without control characters, half characters and reversals."""
+    return escaped(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def run_name(folder: Path) -> str:
@@ -122,7 +129,7 @@ def figure_svg(picture: Figure) -> Markup:
 
 def svg_element(document: str) -> Markup:
     """Return the element of an SVG file that this package has written."""
-    return Markup(document[document.index("<svg") :])
+    return Markup(escaped(document[document.index("<svg") :]))
 
 
 def _facts(start: Start, steps: Rows) -> dict[str, str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pty
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +55,30 @@ raise RuntimeError("\x1b[2J")
     assert done.stdout == "a\\x1b[31m\\r\\udcff\\u202e\\x9b \tb\n"
     assert "\x1b" not in done.stderr and "RuntimeError: \\x1b[2J" in done.stderr and done.returncode == ExitCode.CRASH
     assert done.stderr.split("\n")[2].startswith("c\\x1b\\rddd") and "[9,007 characters]" in done.stderr
+
+
+def test_what_is_printed_while_a_bar_is_drawn_is_escaped(tmp_path: Path) -> None:
+    """On a terminal rich would take over both streams."""
+    body = r"""
+with console.spinner("works") as progress:
+    assert progress.console.is_terminal
+    print("\x1b]0;a\x07")
+    print("\x1b]0;b\x07", file=sys.stderr)
+"""
+    master, slave = pty.openpty()
+    done = subprocess.run(
+        [sys.executable, str(program(tmp_path, body.strip()))],
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT), "TERM": "xterm"},
+        stdout=slave,
+        stderr=slave,
+        check=True,
+    )
+    shown = os.read(master, 100_000)
+    for handle in (master, slave):
+        os.close(handle)
+    assert done.returncode == 0 and b"\x1b]" not in shown
+    assert rb"\x1b]0;a\x07" in shown and rb"\x1b]0;b\x07" in shown
 
 
 @pytest.mark.parametrize(

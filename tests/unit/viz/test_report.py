@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from megatron3d.errors import ExitCode
+from megatron3d.errors import ExitCode, escaped
 from megatron3d.metrics.journal import FILE_NAME, read_journal
 from megatron3d.parallel.mesh import ranges
 from megatron3d.viz.report import is_finished, report
@@ -108,6 +108,21 @@ def test_problems_of_a_run_are_highlighted(tmp_path: Path) -> None:
     words = Reader(text).words
     assert "1 logged step(s) have a loss" in words and "rank 5 is slow" in words
     assert '<meta http-equiv="refresh" content="7">' in text
+
+
+def test_foreign_text_is_harmless_in_the_page(trained: Path, tmp_path: Path) -> None:
+    """Names of folders and hosts, and pictures, come from elsewhere."""
+    folder = tmp_path / "r\x1b[2J\u202e\udcff"
+    shutil.copytree(trained, folder)
+    rows = read_journal(folder / FILE_NAME)
+    rows[0]["start"]["ranks"] = {"host\x9b": [0, 1]}
+    (folder / FILE_NAME).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "traces").mkdir()
+    (folder / "traces" / "iter_0000001.svg").write_text("<svg><text>\x1b]0;x\x07</text></svg>")
+    page = report(folder)
+    page.encode()
+    assert escaped(page) == page
+    assert "r\\x1b[2J\\u202e\\udcff" in page and "host\\x9b" in page and "\\x1b]0;x\\x07" in page
 
 
 def test_a_live_page_is_rewritten_until_the_run_ends(trained: Path, tmp_path: Path) -> None:
