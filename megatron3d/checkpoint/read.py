@@ -20,6 +20,7 @@ The sum is one of integers, so that the bits of each element stay.
 
 from __future__ import annotations
 
+import json
 import math
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -137,6 +138,30 @@ def find_index_damage(index: Index) -> Iterator[str]:
             yield f"{FILE_NAME} is damaged: {stored.file}: {stored.key} is the place of two boxes"
 
 
+# Longer headers are left to safetensors; one of 8 MB describes 80,000 boxes.
+MAX_HEADER_BYTES = 2**23
+
+
+def check_length(path: Path) -> None:
+    """Raise SafetensorError where a file is not as long as its header says, before all of it is mapped into memory.
+
+    A file that a failing disk has made longer, or that is mostly a hole, can be longer than a process may map.
+    """
+    found = path.stat().st_size
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        if size > MAX_HEADER_BYTES or found < 8 + size:
+            return
+        try:
+            tensors = json.loads(file.read(size))
+            ends = [tensor["data_offsets"][1] for name, tensor in tensors.items() if name != "__metadata__"]
+            wanted = 8 + size + max(map(int, ends), default=0)
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, OverflowError) as error:
+            raise SafetensorError(f"its header cannot be read ({error!r})") from error
+    if found != wanted:
+        raise SafetensorError(f"{found} bytes, and its header describes {wanted}")
+
+
 class BoxFile:
     """An open safetensors file of boxes; damage is collected in `problems` instead of raised."""
 
@@ -148,6 +173,7 @@ class BoxFile:
         try:
             if not stat.S_ISREG(self.path.stat().st_mode):
                 raise OSError("not a file")
+            check_length(self.path)
             self._file = safe_open(self.path, framework="pt").__enter__()
         except (OSError, SafetensorError, RuntimeError) as error:  # the last where torch cannot map the file
             self.problems.append(f"{self.path.name} is missing or damaged: {error}")

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megatron3d.checkpoint.index import Index, Meta, StoredBox, StoredTensor
 from megatron3d.checkpoint.pieces import dtype_name
-from megatron3d.checkpoint.read import BoxFile
+from megatron3d.checkpoint.read import BoxFile, check_length
 from megatron3d.config.model_defaults import resolve_architecture
 from megatron3d.config.schema import ModelConfig
 from megatron3d.convert.config_json import model_type_of, read_settings
@@ -41,6 +41,7 @@ from megatron3d.convert.tensor_names import (
     file_tensors,
     strip_body_prefix,
 )
+from megatron3d.data.token_files.files import is_path
 from megatron3d.data.tokenizers.tokenizer import build_tokenizer
 from megatron3d.errors import UserError
 from megatron3d.model.spec import Architecture, architecture_record
@@ -149,6 +150,7 @@ def _read(stored: HubTensor) -> Tensor:
 def _tensors(path: Path) -> Iterator[HubTensor]:
     """Yield the tensors that the header of a file describes."""
     try:
+        check_length(path)
         with safe_open(path, framework="pt") as handle:
             for name in handle.keys():  # noqa: SIM118 (a handle is no mapping)
                 part = handle.get_slice(name)
@@ -159,7 +161,7 @@ def _tensors(path: Path) -> Iterator[HubTensor]:
                         "model before quantization"
                     )
                 yield HubTensor(path, name, tuple(part.get_shape()), dtype)
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, RuntimeError) as error:  # the last where torch cannot map the file
         raise _damaged(path, error) from error
 
 
@@ -224,7 +226,7 @@ def _weight_map(path: Path) -> Mapping[str, str]:
         is_map = isinstance(named, dict) and all(isinstance(file, str) for file in named.values())
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path}: no weight_map can be read ({error!r}); copy or download it again") from error
-    if not is_map or not named or any(Path(file).name != file for file in named.values()):
+    if not is_map or not named or any(Path(file).name != file or not is_path(file) for file in named.values()):
         raise UserError(f"{path}: its weight_map is not from tensors to files next to it; copy or download it again")
     return dict(named)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +27,6 @@ from megatron3d.runtime.arguments import read_limited, shorten
 MAX_BYTES = 1 << 30
 MAX_VOCAB_SIZE = 1 << 24
 MAX_TOKEN_LENGTH = 4096
-_PREFIX = re.compile(r'"continuing_subword_prefix"\s*:\s*"[^"]')
 
 
 def read_model(tokenizer_type: str, tokenizer_model: str | None) -> tuple[Path, bytes]:
@@ -68,21 +66,32 @@ def tokenizer_json(content: bytes) -> str:
     """Return the text of a tokenizer.json; raises ValueError where Hugging Face's library would end the process.
 
     It aborts on bytes that are not UTF-8, and where it cuts the prefix of a merge out of a character.  To free the trie
-    of a Unigram model it recurses once per byte of a token.
+    of a Unigram model it recurses once per byte of a token.  It allocates what a table of characters claims to hold.
     """
     text = content.decode("utf-8")
-    if '"Unigram"' in text:
-        longest = max((len(entry[0]) for entry in json.loads(text)["model"]["vocab"]), default=0)
+    described = json.loads(text, object_pairs_hook=_checked_fields)  # words may be written as \\u escapes in the text
+    model = described["model"]
+    if model.get("type") == "Unigram":
+        longest = max((len(entry[0]) for entry in model["vocab"]), default=0)
         if longest > MAX_TOKEN_LENGTH:
             raise ValueError(f"a token has {longest} characters, more than {MAX_TOKEN_LENGTH}")
-    if _PREFIX.search(text):
-        model = json.loads(text)["model"]
-        prefix = model["continuing_subword_prefix"]
+    if prefix := model.get("continuing_subword_prefix"):
         for merge in model.get("merges", ()):
             right = merge.split(" ")[-1] if isinstance(merge, str) else merge[1]
             if not right.startswith(prefix):
                 raise ValueError(f"the merge {merge} goes on without the prefix {prefix!r}")
     return text
+
+
+def _checked_fields(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Return a JSON object; raises ValueError for a table of characters that is shorter than its first number says."""
+    for name, value in pairs:
+        if name == "precompiled_charsmap" and isinstance(value, str):
+            table = base64.b64decode(value)
+            size = int.from_bytes(table[:4], "little")
+            if len(table) < 4 + size:
+                raise ValueError(f"{name} has {len(table)} bytes, and {4 + size} by its first number")
+    return dict(pairs)
 
 
 def not_of_type(path: Path, tokenizer_type: str, wanted: str) -> Callable[[str], UserError]:

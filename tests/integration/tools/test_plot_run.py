@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,21 @@ def test_one_and_several_runs_are_drawn(tmp_path: Path, capsys: pytest.CaptureFi
         assert capsys.readouterr().out == f"{output}: curves of {len(runs)} run(s)\n"
     assert plot_run.main([str(first), str(second), "--output", str(tmp_path / "runs.html")]) == 2
     assert "a page is of one run, and these are 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_a_folder_whose_name_is_not_utf_8_is_drawn(suffix: str, tmp_path: Path) -> None:
+    run = write_run(Path(os.fsdecode(os.fsencode(tmp_path / "r") + b"\xff\x1b[2J")))
+    assert plot_run.main([str(run), "--output", str(tmp_path / f"a.{suffix}")]) == 0
+    assert b"\x1b[" not in (tmp_path / f"a.{suffix}").read_bytes()
+
+
+def test_bytes_that_are_not_utf_8_are_a_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run")
+    (run / "metrics.jsonl").write_bytes(b'{"iteration": 1, "a": "\xff"}\n')
+    for suffix in ("png", "html"):
+        assert plot_run.main([str(run), "--output", str(tmp_path / f"a.{suffix}")]) == 2
+        assert "metrics.jsonl: cannot be read" in capsys.readouterr().err
 
 
 def test_curves_of_several_runs_are_redrawn_until_all_have_ended(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import resource
 import struct
 import tracemalloc
 
@@ -198,3 +199,17 @@ def test_an_index_that_would_fill_memory_is_not_read(checkpoint):
         file.truncate(MAX_BYTES + 1)
     with pytest.raises(UserError, match=f"index.json has {MAX_BYTES + 1} bytes, more than any index"):
         read_index(checkpoint)
+
+
+def test_a_file_that_is_longer_than_its_header_says_is_not_mapped(checkpoint):
+    """A terabyte of holes cannot be mapped under a limit of memory: a resume takes the older checkpoint instead."""
+    os.truncate(checkpoint / FILE, 2**40)
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (2**39, hard))
+    try:
+        assert any("its header describes" in problem for problem in verify(checkpoint))
+        assert newest_intact(checkpoint.parent)[0] is None
+        with pytest.raises(UserError, match="its header describes"):
+            load(checkpoint, [Piece("model.w", (3, 2), ((0, 3), (0, 2)), torch.empty(3, 2))])
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -60,4 +61,19 @@ def test_links_out_of_the_folder_are_refused(file: str, tmp_path: Path) -> None:
     (hub / file).rename(tmp_path / "elsewhere")
     (hub / file).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UserError, match=rf"{file}: is a link to .*elsewhere, outside of the folder"):
+        from_hub(ConversionRequest(hub, tmp_path / "run"))
+
+
+@pytest.mark.parametrize("name", ["a\\u0000b", "\\ud800", "a/b"])
+def test_an_index_with_a_name_that_no_file_can_have_is_refused(name: str, tmp_path: Path) -> None:
+    hub = write_hub(tmp_path / "hub", LLAMA)
+    (hub / "model.safetensors.index.json").write_text(f'{{"weight_map": {{"a": "{name}"}}}}')
+    with pytest.raises(UserError, match="weight_map"):
+        from_hub(ConversionRequest(hub, tmp_path / "run"))
+
+
+def test_a_weight_file_that_is_longer_than_its_header_says_is_refused(tmp_path: Path) -> None:
+    hub = write_hub(tmp_path / "hub", LLAMA)
+    os.truncate(hub / "model.safetensors", 2**40)
+    with pytest.raises(UserError, match="its header describes"):
         from_hub(ConversionRequest(hub, tmp_path / "run"))

@@ -63,6 +63,18 @@ def test_a_tokenizer_json_that_is_not_utf_8(tmp_path: Path) -> None:
         build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
 
 
+@pytest.mark.parametrize("name", ["precompiled_charsmap", "\\u0070recompiled_charsmap"])
+@pytest.mark.parametrize("table", [b"\xff\xff\xff\xff", b"\x00\x00\x00\x40" + bytes(100), b"\x01"])
+def test_a_table_of_characters_that_claims_more_than_it_has(table: bytes, name: str, tmp_path: Path) -> None:
+    """The library allocates what the first number says, and ends the process where it cannot."""
+    model = {"type": "BPE", "vocab": {"a": 0}, "merges": []}
+    described = {"version": "1.0", "added_tokens": [], "model": model}
+    normalizer = f'{{"type": "Precompiled", "{name}": "{base64.b64encode(table).decode()}"}}'
+    (tmp_path / "tokenizer.json").write_text(f'{json.dumps(described)[:-1]}, "normalizer": {normalizer}}}')
+    with pytest.raises(UserError, match="precompiled_charsmap has"):
+        build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
+
+
 def test_a_pattern_of_a_tokenizer_json_beyond_the_limit(tmp_path: Path) -> None:
     split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
     model = {"type": "BPE", "vocab": {"a": 0}, "merges": []}
