@@ -7,6 +7,7 @@ arXiv:2111.00169); lone surrogates cannot be written at all.
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Iterable
 from enum import IntEnum
@@ -79,6 +80,23 @@ class UserError(ValueError):
         found = tuple(problems)
         if found:
             raise cls(*found)
+
+
+# Faults of a disk, a network or a node rather than of what was typed, nor damage: the same may succeed a moment later.
+MACHINE_FAULTS = frozenset(
+    {
+        *(errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ETIMEDOUT),
+        *(errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EBUSY),
+    }
+)
+
+
+def is_machine_fault(error: Exception) -> bool:
+    """Return whether an error is one of `MACHINE_FAULTS`; libraries in Rust give the number in the text only."""
+    if not isinstance(error, OSError):
+        return False
+    found = re.search(r"\(os error ([0-9]{1,4})\)", str(error)) if error.errno is None else None
+    return (int(found[1]) if found else error.errno) in MACHINE_FAULTS
 
 
 class ExitCode(IntEnum):

@@ -24,8 +24,9 @@ import xxhash
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, JsonValue, TypeAdapter, ValidationError
 
 from megatron3d.data.corpus.stream import Cursor
-from megatron3d.errors import UserError
+from megatron3d.errors import UserError, is_machine_fault
 from megatron3d.parallel.layout import Box, Shape
+from megatron3d.runtime.files import retried
 
 FILE_NAME = "index.json"
 FORMAT = "megatron3d checkpoint"
@@ -191,16 +192,22 @@ def read_index(folder: Path) -> Index:
 
 def _content(folder: Path) -> bytes:
     path = folder / FILE_NAME
-    try:
+
+    def read() -> bytes:
         if path.exists() and not path.is_file():
             raise UserError(f"checkpoint {folder}: {FILE_NAME} is not a file; give the folder of another checkpoint")
         if (size := path.stat().st_size) > MAX_BYTES:
             raise UserError(f"checkpoint {folder}: {FILE_NAME} has {size} bytes, more than any index ({MAX_BYTES})")
         return path.read_bytes()
+
+    try:
+        return retried(path, read)
     except FileNotFoundError:
         what = f"is not a {FORMAT}: it has no {FILE_NAME}" if folder.is_dir() else "does not exist"
         raise UserError(f"checkpoint {folder} {what}; give the folder of a run or one of its iter_ folders") from None
     except OSError as error:
+        if is_machine_fault(error):
+            raise
         raise UserError(f"checkpoint {folder}: {FILE_NAME} cannot be read: {error.strerror}") from error
 
 

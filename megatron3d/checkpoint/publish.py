@@ -12,6 +12,7 @@ run/non_persistent/iter_0000130       only the newest, until a permanent one is 
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -26,26 +27,31 @@ from safetensors import SafetensorError
 from megatron3d.checkpoint.index import FILE_NAME
 from megatron3d.config.schema import CheckpointConfig
 from megatron3d.config.validate.files import NON_PERSISTENT, TRACKER
-from megatron3d.errors import UserError
-from megatron3d.runtime.files import hidden, open_locked, publish_folder, remove, write_text
+from megatron3d.errors import UserError, is_machine_fault
+from megatron3d.runtime.files import hidden, open_locked, publish_folder, remove, retried, write_text
 
 LOCK_FILE = ".lock"
 
 
 class FolderLock:
-    """Lock held from construction until `release` or the end of the process; raises UserError where it is taken."""
+    """Lock held from construction until `release` or the end of the process.
+
+    Where another process holds it and does not end in a few seconds, raises OSError, which names it: that is no fault
+    of what was typed, since an earlier launch of the same run may still be ending.
+    """
 
     def __init__(self, root: Path) -> None:
         path = root / LOCK_FILE
         try:
-            self._file = open_locked(path)
-        except BlockingIOError:
-            with path.open("rb") as file:
-                owner = file.read(200).decode(errors="backslashreplace").strip() or "another process"
-            raise UserError(
-                f"checkpoint.save={root}: {owner} is saving to this folder; wait for it, end it, or save elsewhere"
-            ) from None
+            self._file = retried(path, lambda: open_locked(path))
         except OSError as error:
+            if error.errno == errno.EAGAIN:
+                with path.open("rb") as file:
+                    owner = file.read(200).decode(errors="backslashreplace").strip() or "another process"
+                busy = f"{owner} is saving to this folder; wait for it, end it, or set checkpoint.save to another"
+                raise OSError(errno.EBUSY, busy, str(root)) from None
+            if is_machine_fault(error):
+                raise
             raise UserError(
                 f"checkpoint.save={root}: {path.name} cannot be locked ({error.strerror}); save to a folder that you "
                 "own, on a file system with flock"
@@ -167,15 +173,23 @@ def is_non_persistent(folder: Path) -> bool:
 def read_tracker(root: Path) -> int | None:
     """Return the iteration that the tracker names; None without a tracker.  Raises UserError where it is damaged."""
     tracker = root / TRACKER
-    try:
+
+    def read() -> bytes | None:
         if not tracker.exists():
             return None
         if not tracker.is_file():
             raise UserError(f"{tracker} is not a file; {_available(root)}")
         with tracker.open("rb") as file:
-            written = file.read(100).strip()
+            return file.read(100).strip()
+
+    try:
+        written = retried(tracker, read)
     except OSError as error:
+        if is_machine_fault(error):
+            raise
         raise UserError(f"{tracker} cannot be read: {error}") from error
+    if written is None:
+        return None
     if not re.fullmatch(b"[0-9]{1,18}", written):
         text = written[:40].decode(errors="backslashreplace")
         raise UserError(f"{tracker} holds {text!r}, not the number of an iteration")

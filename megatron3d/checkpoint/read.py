@@ -46,9 +46,10 @@ from megatron3d.checkpoint.index import (
 from megatron3d.checkpoint.pieces import Piece, checksum, dtype_name
 from megatron3d.comm.interface import Comm, ObjectCollectives
 from megatron3d.comm.objects import broadcast_bytes, run_on_all_ranks
-from megatron3d.errors import UserError
+from megatron3d.errors import UserError, is_machine_fault
 from megatron3d.parallel.layout import Box, box_shape
 from megatron3d.parallel.mesh import Axes
+from megatron3d.runtime.files import retried
 
 Wanted = tuple[Box, Piece]
 BoxesByFile = Sequence[tuple[str, Mapping[StoredBox, list[Wanted]]]]
@@ -171,13 +172,18 @@ class BoxFile:
 
     def __enter__(self) -> BoxFile:
         try:
-            if not stat.S_ISREG(self.path.stat().st_mode):
-                raise OSError("not a file")
-            check_length(self.path)
-            self._file = safe_open(self.path, framework="pt").__enter__()
+            self._file = retried(self.path, self._open)
         except (OSError, SafetensorError, RuntimeError) as error:  # the last where torch cannot map the file
+            if is_machine_fault(error):
+                raise
             self.problems.append(f"{self.path.name} is missing or damaged: {error}")
         return self
+
+    def _open(self) -> Any:
+        if not stat.S_ISREG(self.path.stat().st_mode):
+            raise OSError("not a file")
+        check_length(self.path)
+        return safe_open(self.path, framework="pt").__enter__()
 
     def __exit__(self, *_: object) -> None:
         if self._file is not None:

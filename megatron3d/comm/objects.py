@@ -11,6 +11,7 @@ Values travel as JSON: whoever reaches the store's port can write to it, and unp
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable
 from datetime import timedelta
@@ -22,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from megatron3d.comm.interface import Comm, ObjectCollectives
-from megatron3d.errors import UserError
+from megatron3d.errors import UserError, is_machine_fault
 from megatron3d.parallel.mesh import Mesh
 
 FAN_IN = 32
@@ -194,31 +195,42 @@ def background_comm(mesh: Mesh, timeout_s: float = 86400.0) -> ObjectCollectives
 T = TypeVar("T")
 
 
+# Number, reason and file of an OSError.
+Fault = tuple[int, str, str | None]
+
+
 def run_on_all_ranks(comm: ObjectCollectives, action: Callable[[], T]) -> list[T] | None:
     """Run `action` on every rank; return the results in rank order on rank 0, None elsewhere.
 
-    Returns when all ranks are done.  Raises UserError with the distinct problems of all ranks (an OSError is one), or
-    RuntimeError naming the ranks where another exception occurred.  The action must not communicate.
+    Returns when all ranks are done.  Raises UserError with the distinct problems of all ranks (an OSError is one), the
+    OSError of a rank's machine, or RuntimeError naming the ranks where another exception occurred.  The action must not
+    communicate.
     """
     result: T | None = None
     problems: tuple[str, ...] = ()
     crash: Exception | None = None
+    fault: Fault | None = None
     try:
         result = action()
     except UserError as error:
         problems = error.problems
     except OSError as error:
-        problems = UserError.of(error).problems
+        if is_machine_fault(error):
+            fault = error.errno or errno.EIO, error.strerror or str(error), error.filename
+        else:
+            problems = UserError.of(error).problems
     except Exception as error:
         crash = error
     crashed = f"rank {comm.mesh.rank}: {crash!r}" if crash else None
-    gathered = comm.gather_object((result, problems, crashed))
-    failures = ([], []) if gathered is None else _collect_failures(gathered)
-    all_problems, all_crashes = comm.broadcast_object(failures)
+    gathered = comm.gather_object((result, problems, crashed, fault))
+    failures = ([], [], []) if gathered is None else _collect_failures(gathered)
+    all_problems, all_crashes, all_faults = comm.broadcast_object(failures)
     if all_crashes:
         raise RuntimeError("; ".join(all_crashes)) from crash
+    if all_faults:  # perhaps the cause of the others' problems
+        raise OSError(*all_faults[0])
     UserError.collect(all_problems)
-    return None if gathered is None else [result for result, _, _ in gathered]
+    return None if gathered is None else [result for result, *_ in gathered]
 
 
 def on_rank_0(comm: ObjectCollectives, action: Callable[[], T]) -> T:
@@ -244,7 +256,11 @@ def broadcast_bytes(comm: Comm, content: bytes, device: torch.device) -> bytes:
     return total.cpu().view(torch.uint8)[:size].numpy().tobytes()
 
 
-def _collect_failures(gathered: list[tuple[object, tuple[str, ...], str | None]]) -> tuple[list[str], list[str]]:
-    """Return the distinct UserError problems and the other exceptions of all ranks."""
-    problems = dict.fromkeys(problem for _, found, _ in gathered for problem in found)
-    return list(problems), [crashed for _, _, crashed in gathered if crashed]
+Failure = tuple[object, tuple[str, ...], str | None, Fault | None]
+
+
+def _collect_failures(gathered: list[Failure]) -> tuple[list[str], list[str], list[Fault]]:
+    """Return the distinct UserError problems, the other exceptions, and the machines' faults of all ranks."""
+    problems = dict.fromkeys(problem for _, found, *_ in gathered for problem in found)
+    crashes = [crashed for _, _, crashed, _ in gathered if crashed]
+    return list(problems), crashes, [fault for *_, fault in gathered if fault]

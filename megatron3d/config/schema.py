@@ -23,8 +23,6 @@ from megatron3d.runtime.arguments import MAX_NUMBER, MAX_RANKS, MAX_SEED
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 
-# Smallest positive number that fp32 holds with all its digits, rounded up.
-SMALLEST = 1.2e-38
 # Characters of a text, more than a path may have.
 MAX_TEXT = 4096
 
@@ -56,10 +54,6 @@ class Section(BaseModel, frozen=True):
                 raise Refused(f"{len(item)} characters; use at most {MAX_TEXT}")
             if isinstance(item, int | float) and abs(item) > most:
                 raise Refused(f"more than {most}, the largest that is allowed; use {most} or less")
-            if isinstance(item, float) and 0 < abs(item) < SMALLEST:
-                raise Refused(f"fp32 has no such small numbers; use 0, if this key takes it, or {SMALLEST:g} or more")
-            if isinstance(item, float) and 0 < abs(item) < SMALLEST:
-                raise Refused(f"fp32 has no such small numbers; use 0, if this key takes it, or {SMALLEST:g} or more")
         return value
 
 
@@ -580,6 +574,14 @@ class OptimizerConfig(Section, frozen=True):
     adam_implementation: Literal["torch", "apex"] = key(
         "torch", "fused kernel: PyTorch's, or NVIDIA apex's (built from source, not the PyPI package of that name)"
     )
+
+    @field_validator("clip_grad")
+    @classmethod
+    def _clips_in_fp32(cls, value: float) -> float:
+        """Return the value; raises ValueError for one that fp32, in which gradients are scaled, rounds to 0."""
+        if 0 < value < (least := 1.2e-38):
+            raise Refused(f"less than {least}, which fp32 rounds to 0; use 0, or {least} or more")
+        return value
 
 
 class Config(Section, frozen=True):

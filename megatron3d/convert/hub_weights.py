@@ -43,10 +43,10 @@ from megatron3d.convert.tensor_names import (
 )
 from megatron3d.data.token_files.files import is_path
 from megatron3d.data.tokenizers.tokenizer import build_tokenizer
-from megatron3d.errors import UserError
+from megatron3d.errors import UserError, is_machine_fault
 from megatron3d.model.spec import Architecture, architecture_record
 from megatron3d.parallel.layout import Shape
-from megatron3d.runtime.files import fsync
+from megatron3d.runtime.files import fsync, retried
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -143,6 +143,8 @@ def _read(stored: HubTensor) -> Tensor:
         with safe_open(stored.file, framework="pt") as handle:
             tensor: Tensor = handle.get_tensor(stored.name)
     except (OSError, SafetensorError, RuntimeError) as error:  # the last where torch cannot map the file
+        if is_machine_fault(error):
+            raise
         raise _damaged(stored.file, error) from error
     return tensor
 
@@ -150,7 +152,7 @@ def _read(stored: HubTensor) -> Tensor:
 def _tensors(path: Path) -> Iterator[HubTensor]:
     """Yield the tensors that the header of a file describes."""
     try:
-        check_length(path)
+        retried(path, lambda: check_length(path))
         with safe_open(path, framework="pt") as handle:
             for name in handle.keys():  # noqa: SIM118 (a handle is no mapping)
                 part = handle.get_slice(name)
@@ -162,6 +164,8 @@ def _tensors(path: Path) -> Iterator[HubTensor]:
                     )
                 yield HubTensor(path, name, tuple(part.get_shape()), dtype)
     except (OSError, SafetensorError, RuntimeError) as error:  # the last where torch cannot map the file
+        if is_machine_fault(error):
+            raise
         raise _damaged(path, error) from error
 
 

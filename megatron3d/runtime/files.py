@@ -13,15 +13,44 @@ import io
 import os
 import shutil
 import stat
-from collections.abc import Iterable, Iterator
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 from filelock import lock_descriptor
 
+from megatron3d.errors import is_machine_fault, one_line
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+T = TypeVar("T")
+# Seconds between attempts at a file that a machine's fault keeps from being read.
+WAITS_S = (0.5, 1.0, 2.0, 4.0)
+
+
+def retried(path: Path, action: Callable[[], T]) -> T:
+    """Return what an action on a file returns, tried again after faults of the machine, each of which is reported.
+
+    Raises OSError with the name of the file where the last attempt fails as well, and other errors at once.
+    """
+    for wait_s in (*WAITS_S, None):
+        try:
+            return action()
+        except OSError as error:
+            if not is_machine_fault(error):
+                raise
+            what = error.strerror or str(error)
+            if wait_s is None:
+                tried = f"{what}, in {len(WAITS_S) + 1} attempts"
+                raise OSError(error.errno or errno.EIO, tried, str(path)) from error
+            print(one_line(f"> {path}: {what}; trying again in {wait_s:g} s"), file=sys.stderr, flush=True)
+            time.sleep(wait_s)
+    raise AssertionError("the last attempt returns or raises")
 
 
 def fsync(path: Path) -> None:
@@ -133,7 +162,7 @@ def open_locked(path: Path) -> io.FileIO:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
         if not lock_descriptor(file.fileno(), blocking=False):
-            raise BlockingIOError(f"{path} is locked by another process")
+            raise BlockingIOError(errno.EAGAIN, "locked by another process", str(path))
     except OSError:
         file.close()
         raise

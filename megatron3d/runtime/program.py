@@ -11,7 +11,6 @@ from megatron3d.runtime.interrupt import interruptible
 
 import argparse
 import contextlib
-import errno
 import io
 import os
 import signal
@@ -35,7 +34,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from megatron3d.errors import ExitCode, RunFailed, UserError, escaped, one_line, shortened
+from megatron3d.errors import ExitCode, RunFailed, UserError, escaped, is_machine_fault, one_line, shortened
 
 
 class ConsoleStream:
@@ -138,15 +137,6 @@ def below(stream: TextIO) -> TextIO:
     return stream.stream if isinstance(stream, ConsoleStream) else stream
 
 
-# Faults of a disk, a network or a node rather than of what was typed: a batch system may try again.
-MACHINE_FAULTS = frozenset(
-    {
-        *(errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH),
-        *(errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EBUSY),
-    }
-)
-
-
 @interruptible()
 def exit_code_of(work: Callable[[], int], tell: Callable[[Sequence[str]], None], interrupted: str) -> int:
     """Run `work` and return its exit code: 2 for a UserError or a file that its user can mend, 1 for other OSErrors,
@@ -172,7 +162,7 @@ def exit_code_of(work: Callable[[], int], tell: Callable[[Sequence[str]], None],
         raise
     except OSError as error:
         tell(UserError.of(error).problems)
-        if error.errno in MACHINE_FAULTS:
+        if is_machine_fault(error):
             return ExitCode.CRASH
     except KeyboardInterrupt as stop:
         tell([f"stopped; {' '.join(map(str, stop.args))}" if stop.args else interrupted])

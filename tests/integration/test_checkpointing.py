@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -192,7 +193,10 @@ def test_two_runs_in_one_folder_are_refused(config: Path, whole: Path, tmp_path:
     shutil.copytree(whole, tmp_path / "run")
     lock = FolderLock(tmp_path / "run")
     try:
-        refuse(config, [*in_run(f"{tmp_path}/run"), *FP64], (f"checkpoint.save={tmp_path}/run: process ", "is saving"))
+        outcome = run(config, *in_run(f"{tmp_path}/run"), *FP64)
+        assert outcome.code == ExitCode.CRASH, "SLURM requeues it: an earlier launch may still be ending"
+        assert f"{tmp_path}/run: process {os.getpid()} on" in outcome.err and "is saving" in outcome.err
+        assert "trying again" in outcome.err and "Traceback" not in outcome.err
     finally:
         lock.release()
     assert run(config, *in_run(f"{tmp_path}/run"), *FP64).code == ExitCode.DONE

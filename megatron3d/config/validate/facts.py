@@ -13,8 +13,10 @@ from megatron3d.config.model_defaults import resolve_architecture
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.yaml_origins import show
+from megatron3d.errors import is_machine_fault
 from megatron3d.model.spec import Architecture
 from megatron3d.parallel.modes import MODES
+from megatron3d.runtime.files import retried
 
 
 @dataclass(frozen=True)
@@ -79,12 +81,17 @@ class MissingHere(str):
 
 
 def unreadable(path: Path, may_be_folder: bool = False, may_be_empty: bool = False) -> str | None:
-    """Return why a file cannot be used, a `MissingHere` where it is not there, or None."""
+    """Return why a file cannot be used, a `MissingHere` where it is not there, or None.
+
+    Raises OSError for a fault of the machine, which is not the user's.
+    """
     try:
-        status = path.stat()
+        status = retried(path, path.stat)
     except (FileNotFoundError, NotADirectoryError):
         return MissingHere(f"{path} does not exist")
     except OSError as error:
+        if is_machine_fault(error):
+            raise
         return f"{path}: {error.strerror}"
     if stat.S_ISDIR(status.st_mode) and may_be_folder:
         return None

@@ -11,7 +11,7 @@ from megatron3d.config.validate.facts import Facts, MissingHere, plain, unreadab
 from megatron3d.config.validate.layout import file_problems
 from megatron3d.data.corpus.plan import parse_paths, parse_split
 from megatron3d.data.preprocess.inputs import HF_PREFIX
-from megatron3d.errors import UserError
+from megatron3d.errors import UserError, is_machine_fault
 
 SAVING = ("save_interval", "non_persistent_save_interval", "keep_latest_k", "save_retain_interval", "async_save")
 LOADING = ("finetune", "no_load_optim", "accept_changed")
@@ -264,6 +264,8 @@ def _load(facts: Facts) -> Iterator[str]:
     try:
         yield from _load_problems(facts)
     except OSError as error:
+        if is_machine_fault(error):
+            raise
         yield f"{facts.named('checkpoint.load')}: {error.filename}: {error.strerror}; use another folder"
 
 

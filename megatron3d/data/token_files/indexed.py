@@ -24,7 +24,8 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megatron3d.data.token_files.files import read_blocks, require_regular, with_suffix
-from megatron3d.errors import UserError
+from megatron3d.errors import UserError, is_machine_fault
+from megatron3d.runtime.files import retried
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -71,7 +72,7 @@ def read_manifest(prefix: Path) -> Manifest | None:
     path = with_suffix(prefix, SUFFIX)
     try:
         require_regular(path)
-        return Manifest.model_validate_json(path.read_bytes())
+        return Manifest.model_validate_json(retried(path, path.read_bytes))
     except FileNotFoundError:
         return None
     except ValidationError as error:
@@ -79,6 +80,8 @@ def read_manifest(prefix: Path) -> Manifest | None:
         details = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'file'}: {e['msg']}" for e in found)
         raise UserError(f"{path}: damaged ({details}); make the corpus again") from error
     except OSError as error:
+        if is_machine_fault(error):
+            raise
         raise UserError(f"{path}: cannot be read ({error.strerror}); make the corpus again") from error
 
 
@@ -188,8 +191,8 @@ class IndexedDataset:
     def _file_state(self) -> tuple[int, int] | None:
         """Return the size and modification time of the token file; None if it is missing."""
         try:
-            status = self._bin.stat()
-        except OSError:
+            status = retried(self._bin, self._bin.stat)
+        except FileNotFoundError:
             return None
         return status.st_size, status.st_mtime_ns
 
@@ -197,11 +200,16 @@ class IndexedDataset:
         return UserError(f"{path}: {problem}; make the corpus again with tools/preprocess_data.py")
 
     def _require_content(self, path: Path) -> None:
-        try:
+        def read() -> bytes:
             require_regular(path)
             with path.open("rb") as file:
-                content = file.read(1)
+                return file.read(1)
+
+        try:
+            content = retried(path, read)
         except OSError as error:
+            if is_machine_fault(error):
+                raise
             raise UserError(
                 f"data.data_path={self.prefix}: cannot read {path} ({error.strerror}); "
                 "give the prefix of a .bin/.idx pair that tools/preprocess_data.py made, without the suffix"
@@ -210,8 +218,11 @@ class IndexedDataset:
             raise self._damaged(path, "the file is empty")
 
     def _read_header(self) -> tuple[str, int, int]:
-        with self._idx.open("rb") as file:
-            header = file.read(HEADER.size)
+        def read() -> bytes:
+            with self._idx.open("rb") as file:
+                return file.read(HEADER.size)
+
+        header = retried(self._idx, read)
         if len(header) < HEADER.size:
             raise self._damaged(self._idx, f"cut short, {len(header)} bytes where the header has {HEADER.size}")
         magic, version, code, num_sequences, document_entries = HEADER.unpack(header)

@@ -11,7 +11,13 @@ import sys
 import pytest
 
 from megatron3d.checkpoint.publish import FolderLock
-from megatron3d.errors import UserError
+from megatron3d.errors import UserError, is_machine_fault
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch):
+    monkeypatch.setattr("megatron3d.runtime.files.WAITS_S", (0.01, 0.01))
+
 
 OWNER = """
 import sys, time
@@ -26,13 +32,13 @@ time.sleep(60)
 def test_another_process_is_named_and_its_lock_dies_with_it(tmp_path):
     owner = subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None and owner.stdout.readline() == "locked\n"
-    with owner, pytest.raises(UserError) as caught:
+    with owner, pytest.raises(OSError, match="is saving") as caught:
         try:
             FolderLock(tmp_path)
         finally:
             owner.send_signal(signal.SIGKILL)
-    (problem,) = caught.value.problems
-    assert problem.startswith(f"checkpoint.save={tmp_path}: process {owner.pid} on {socket.gethostname()} is saving")
+    assert caught.value.filename == str(tmp_path) and is_machine_fault(caught.value), "another launch may succeed"
+    assert str(caught.value.strerror).startswith(f"process {owner.pid} on {socket.gethostname()} is saving")
     assert owner.returncode == -signal.SIGKILL
     FolderLock(tmp_path).release()
 
@@ -40,7 +46,7 @@ def test_another_process_is_named_and_its_lock_dies_with_it(tmp_path):
 def test_a_released_folder_can_be_locked_again(tmp_path):
     lock = FolderLock(tmp_path)
     assert (tmp_path / ".lock").read_text() == f"process {os.getpid()} on {socket.gethostname()}"
-    with pytest.raises(UserError, match=f"process {os.getpid()} on"):
+    with pytest.raises(OSError, match=f"process {os.getpid()} on"):
         FolderLock(tmp_path)
     lock.release()
     lock.release()
@@ -48,10 +54,17 @@ def test_a_released_folder_can_be_locked_again(tmp_path):
     FolderLock(tmp_path).release()
 
 
+def test_a_lock_that_is_released_meanwhile_is_taken(tmp_path, monkeypatch):
+    """An earlier launch of the run ends while the next one tries again."""
+    lock = FolderLock(tmp_path)
+    monkeypatch.setattr("megatron3d.runtime.files.time.sleep", lambda _: lock.release())
+    FolderLock(tmp_path).release()
+
+
 def test_an_owner_that_is_no_text(tmp_path):
     lock = FolderLock(tmp_path)
     (tmp_path / ".lock").write_bytes(b"\xff" * 10**6)
-    with pytest.raises(UserError, match="is saving to this folder") as caught:
+    with pytest.raises(OSError, match="is saving to this folder") as caught:
         FolderLock(tmp_path)
     assert len(str(caught.value)) < 2000
     lock.release()
