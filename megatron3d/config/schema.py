@@ -263,8 +263,8 @@ class CheckpointConfig(Section, frozen=True):
     save: str | None = key(None, also="out_dir output_dir checkpoints_path save_dir checkpoint.folder")
     load: str | None = key(
         None,
-        "a run, its checkpoint, or with finetune a Hugging Face folder; if equal to save: resume from the newest "
-        "checkpoint there, if any",
+        "a run, its checkpoint, or with finetune a Hugging Face folder, from which the run starts; once save holds a "
+        "checkpoint it resumes from the newest one there. Equal to save: start from scratch, then resume",
         also="resume resume_from load_dir init_from resume_from_checkpoint",
     )
     save_interval: int | None = key(

@@ -23,7 +23,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 
 from megatron3d.checkpoint.publish import candidates, finished_checkpoints
 from megatron3d.config.schema import Config
-from megatron3d.config.validate.files import NON_PERSISTENT, is_own
+from megatron3d.config.validate.files import NON_PERSISTENT
 from megatron3d.errors import ExitCode, UserError
 from megatron3d.metrics.journal import read_lines
 from megatron3d.runtime.files import write_text
@@ -87,10 +87,10 @@ def decide_requeue(end: LaunchEnd, starts: Sequence[int], newest: int) -> tuple[
 
 def run_folder(config: Config) -> Path:
     """Return the folder that a run saves to; raises UserError if its next launch would not continue from there."""
-    if config.checkpoint.save is None or not is_own(config):
+    if config.checkpoint.save is None or config.checkpoint.load is None:
         raise UserError(
             f"checkpoint.load={config.checkpoint.load}, checkpoint.save={config.checkpoint.save}: a job that is "
-            "requeued continues its own run; set both to one folder"
+            "requeued continues its own run; set both to one folder, or load to what its first launch starts from"
         )
     return Path(config.checkpoint.save)
 

@@ -22,7 +22,7 @@ from megatron3d.config.read import Resolved
 from megatron3d.config.report import batch_arithmetic, write_resolved
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
-from megatron3d.config.validate.files import is_hub_folder, is_own
+from megatron3d.config.validate.files import continues_own, is_hub_folder, is_own
 from megatron3d.convert.hub_weights import HubFile, read_hub_index
 from megatron3d.data.corpus.corpus import BlendedSamples, Corpus, open_corpus
 from megatron3d.data.corpus.plan import check_token_ids
@@ -192,22 +192,30 @@ def make_saver(spec: RunSpec, comm: Comm, device: torch.device) -> CheckpointSav
     )
 
 
-def load_options(spec: RunSpec) -> LoadOptions:
-    """Return which parts of a checkpoint the run continues with."""
+def load_options(spec: RunSpec, continues_started: bool) -> LoadOptions:
+    """Return which parts of a checkpoint the run continues with: all of its own, once it has started elsewhere."""
     checkpoint = spec.config.checkpoint
+    if continues_started:
+        return LoadOptions()
     continues = not checkpoint.finetune
     optimizer = continues and not checkpoint.no_load_optim
     return LoadOptions(continues, optimizer, frozenset(checkpoint.accept_changed))
 
 
 def resume(state: TrainState, identity: dict[str, JsonValue], comm: Comm, saver: CheckpointSaver | None) -> None:
-    """Load the checkpoint that `checkpoint.load` names; it may be missing only in the folder of this run itself."""
-    config, options = state.spec.config, load_options(state.spec)
-    load = config.checkpoint.load
+    """Load the newest checkpoint of this run, or without one what `checkpoint.load` names.
+
+    That may have none only where it is the folder of this run itself.
+    """
+    config = state.spec.config
+    load, continues = config.checkpoint.load, on_rank_0(comm, lambda: continues_own(config))
     if load is None:
         return
-    folder, damaged = load_newest(Path(load), state, identity, options) if is_own(config) else (None, [])
-    if not is_own(config):
+    options = load_options(state.spec, continues and not is_own(config))
+    if continues and config.checkpoint.save is not None:
+        load = config.checkpoint.save
+    folder, damaged = load_newest(Path(load), state, identity, options) if continues else (None, [])
+    if not continues:
         folder, is_hub = on_rank_0(comm, lambda: find_weights(Path(load)))
         options = replace(options, source=HUGGING_FACE) if is_hub else options
         load_state(folder, state, identity, options)

@@ -63,6 +63,25 @@ def test_the_metadata_of_a_checkpoint(whole: Path) -> None:
     assert len(str(meta.identity["corpus"])) == len(str(meta.identity["tokenizer"])) == 64
 
 
+@pytest.mark.parametrize("how", [["checkpoint.finetune=true"], ["checkpoint.no_load_optim=true"]])
+def test_a_run_that_starts_from_another_resumes_from_its_own(
+    how: list[str], config: Path, whole: Path, tmp_path: Path
+) -> None:
+    """The same command starts it and, requeued, continues it, with its own optimizer."""
+    begin = [*FP64, f"checkpoint.load={whole}", *how]
+    begin += ["train.train_iters=10"] * (how[0] != "checkpoint.finetune=true")
+    assert run(config, *begin, f"checkpoint.save={tmp_path}/once").code == ExitCode.DONE
+    last = finished_checkpoints(tmp_path / "once")
+    parts = [*begin, f"checkpoint.save={tmp_path}/run"]
+    first = run(config, *parts, f"train.exit_interval={max(last) - 1}")
+    assert first.code == ExitCode.STOPPED and f"{whole}/iter_" in first.out
+    second = run(config, *parts)
+    assert second.code == ExitCode.DONE
+    assert f"> continuing from {tmp_path}/run/iter_{max(last) - 1:07d}" in second.out
+    assert steps(tmp_path / "run") == steps(tmp_path / "once")
+    assert same(stored(tmp_path / "run", max(last)), stored(tmp_path / "once", max(last)))
+
+
 def test_permanent_and_non_persistent_checkpoints(config: Path, whole: Path, tmp_path: Path) -> None:
     """A run killed between two permanent checkpoints resumes from the short-lived one."""
     asked = ["checkpoint.save_interval=3", "checkpoint.keep_latest_k=1", "checkpoint.non_persistent_save_interval=1"]

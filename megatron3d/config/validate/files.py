@@ -12,6 +12,7 @@ from megatron3d.config.validate.layout import file_problems
 from megatron3d.data.corpus.plan import parse_paths, parse_split
 from megatron3d.data.preprocess.inputs import HF_PREFIX
 from megatron3d.errors import UserError, is_machine_fault
+from megatron3d.runtime.files import retried
 
 SAVING = ("save_interval", "non_persistent_save_interval", "keep_latest_k", "save_retain_interval", "async_save")
 LOADING = ("finetune", "no_load_optim", "accept_changed")
@@ -73,6 +74,21 @@ def is_own(config: Config) -> bool:
     """Return whether the run loads from the folder that it saves to."""
     load, save = config.checkpoint.load, config.checkpoint.save
     return load is not None and save is not None and Path(load).absolute() == Path(save).absolute()
+
+
+def holds_run(folder: Path) -> bool:
+    """Return whether a run has saved a checkpoint to a folder.  Raises OSError for a fault of the machine."""
+    places = [folder / place / TRACKER for place in (".", NON_PERSISTENT)]
+    return any(retried(path, path.exists) for path in places)
+
+
+def continues_own(config: Config) -> bool:
+    """Return whether the run continues from the folder that it saves to, and does not start from `checkpoint.load`.
+
+    It does where both are one folder, and where an earlier launch that started from `checkpoint.load` has saved.
+    """
+    load, save = config.checkpoint.load, config.checkpoint.save
+    return is_own(config) or (load is not None and save is not None and holds_run(Path(save)))
 
 
 def logging_problems(facts: Facts) -> Iterator[str]:
@@ -274,9 +290,9 @@ def _load_problems(facts: Facts) -> Iterator[str]:
     where = facts.named("checkpoint.load")
     if load is not None and is_hub_folder(Path(load)) and not facts.config.checkpoint.finetune:
         yield f"{where}: a Hugging Face folder holds weights only; set checkpoint.finetune=true to start with them"
-    if load is not None and save is not None and Path(load).absolute() == Path(save).absolute():
+    if continues_own(facts.config):
         return
-    if save is not None and any((Path(save) / place / TRACKER).exists() for place in (".", NON_PERSISTENT)):
+    if save is not None and holds_run(Path(save)):
         yield (
             f"{facts.named('checkpoint.save')}: the folder already holds a run, which this one would overwrite; "
             f"set checkpoint.load={save} to continue it, or save to another folder"

