@@ -145,6 +145,12 @@ def test_biases_of_distributed_experts(folding: dict[str, Any]) -> None:
     assert list(differences(reference(GPT_OSS, NUM_LAYERS, 4), got, TOLERANCE)) == []
 
 
+ONE_CHOSEN = {
+    "moe_router_topk": 1,
+    "moe_router_score_function": "softmax",
+    "moe_router_num_groups": None,
+    "moe_router_group_topk": None,
+}
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no such product": (
         {},
@@ -176,7 +182,19 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"moe_token_dispatcher_type": "alltoall"},
         "no token leaves its rank with parallel.expert_model_parallel_size=1; leave parallel.moe_token_dispatcher_type",
     ),
-    "no layer": ({"moe_layer_freq": (0,)}, {}, "no layer has experts"),
+    "no layer": ({"moe_layer_freq": (0,)}, {}, "layers has experts"),
+    "no layer of those that there are": ({"moe_layer_freq": (*[0] * 64, 1)}, {}, "layers has experts"),
+    "one expert of weight 1": (
+        ONE_CHOSEN,
+        {},
+        "exactly 1, so that the router would never learn; use model.moe_router_pre_softmax=true, or "
+        "model.moe_router_score_function=sigmoid",
+    ),
+    "a loss without a factor": (
+        {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.0},
+        {},
+        "has no effect with model.moe_aux_loss_coeff=0; use for example model.moe_aux_loss_coeff=0.01",
+    ),
 }
 
 

@@ -237,14 +237,22 @@ def expert_problems(facts: Facts) -> Iterator[str]:
         yield f"{facts.named(TOPK)}: more than {NUM_EXPERTS}={experts.num_experts}; use 1 to {experts.num_experts}"
     if experts.pre_softmax and experts.score_function != "softmax":
         yield f"{facts.named(PRE_SOFTMAX)}: not used with {SCORES}={experts.score_function}; leave it out"
+    if experts.topk == 1 < experts.num_experts and experts.score_function == "softmax" and not experts.pre_softmax:
+        yield (
+            f"{facts.named(TOPK)}: the softmax over one chosen expert is exactly 1, so that the router would never "
+            f"learn; use {PRE_SOFTMAX}=true, or {SCORES}=sigmoid"
+        )
     if experts.has_shared_gate and not experts.shared_ffn_hidden_size:
         yield f"{facts.named(GATE)}: there are no shared experts to gate; set {SHARED}, or use false"
     if model.moe_router_load_balancing_type == "none" and model.moe_aux_loss_coeff:
         yield f"{facts.named(COEFF)}: not used with {LOSS}=none; use seq_aux_loss, or leave it out"
+    if model.moe_router_load_balancing_type != "none" and not model.moe_aux_loss_coeff:
+        yield f"{facts.named(LOSS)}: has no effect with {COEFF}=0; use for example {COEFF}=0.01, or {LOSS}=none"
     if model.moe_router_bias_update_rate is not None and not experts.has_expert_bias:
         yield f"{facts.named(RATE)}: not used without {BIAS}=true; set it, or leave {RATE} out"
-    if 1 not in (experts.layers or (1,)):
-        yield f"{facts.named('model.moe_layer_freq')}: no layer has experts; leave {NUM_EXPERTS} out"
+    if 1 not in (experts.layers or (1,))[: model.num_layers]:
+        depth = plain(facts.config, "model.num_layers")
+        yield f"{facts.named('model.moe_layer_freq')}: none of {depth} layers has experts; leave {NUM_EXPERTS} out"
     yield from _group_problems(facts)
 
 
