@@ -15,6 +15,8 @@ from megatron3d.errors import UserError
 from megatron3d.runtime.arguments import MAX_NUMBER, shorten, whole_number
 
 _FIRST_PORT, _NUM_PORTS = 15000, 15000
+# Between ports of neighbouring steps of a job, so that these are not those of the next jobs; coprime to `_NUM_PORTS`.
+_STEP_STRIDE = 1009
 # Variables of rank, world size, local rank and local world size.
 _OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
 _MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
@@ -163,7 +165,9 @@ def _slurm(environ: Mapping[str, str]) -> LauncherEnv:
     world_size = _number(environ, tasks)
     if world_size > 1 and "MASTER_ADDR" not in environ and nodes not in environ:
         raise UserError(f"{nodes} is not set, but SLURM_PROCID is: start with srun, or set MASTER_ADDR")
-    port = _FIRST_PORT + _number(environ, "SLURM_JOB_ID", "0") % _NUM_PORTS
+    # Steps of one allocation that run at the same time on the same nodes have different ports.
+    number = _number(environ, "SLURM_JOB_ID", "0") + _STEP_STRIDE * _number(environ, "SLURM_STEP_ID", "0")
+    port = _FIRST_PORT + number % _NUM_PORTS
     return LauncherEnv(
         launcher="srun",
         rank=_number(environ, "SLURM_PROCID"),

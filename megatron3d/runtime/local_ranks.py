@@ -13,7 +13,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 
 from megatron3d.errors import ExitCode, UserError
@@ -53,10 +54,10 @@ def launch(command: Sequence[str], num_ranks: int) -> int:
     for number in PASSED_ON:
         if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
             signal.signal(number, pass_on)
-    port = free_port()
-    for rank in range(num_ranks):
-        ranks.append(subprocess.Popen(command, env=process.environ_of_rank(rank, num_ranks, port)))
-    return wait(ranks)
+    with reserved_port() as port:
+        for rank in range(num_ranks):
+            ranks.append(subprocess.Popen(command, env=process.environ_of_rank(rank, num_ranks, port)))
+        return wait(ranks)
 
 
 def wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
@@ -89,11 +90,17 @@ def _send(ranks: Sequence[subprocess.Popen[bytes]], number: signal.Signals) -> N
         rank.send_signal(number)  # to those that have not ended
 
 
-def free_port() -> int:
-    """Return a TCP port of this machine that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """Yield a TCP port of this machine that no other process is given while the block runs, and rank 0 can listen on.
+
+    A port that is only found free, and not held, is given to a second launch that looks before rank 0 listens.  The
+    system lets a server that sets SO_REUSEADDR, as the store of torch.distributed does, share what is bound like this.
+    """
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("localhost", 0))
+        yield int(held.getsockname()[1])
 
 
 if __name__ == "__main__":

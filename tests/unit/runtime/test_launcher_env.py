@@ -58,6 +58,16 @@ def test_mpirun() -> None:
     assert len(ports) == 9, "jobs on one machine have different ports"
 
 
+def test_steps_of_one_allocation_have_different_ports() -> None:
+    """Several sruns of one job may run at the same time; neighbouring jobs share nodes, too."""
+    ports = {
+        read_launcher_env(slurm(SLURM_JOB_ID=str(job), SLURM_STEP_ID=str(step))).port
+        for job in range(4000, 4100)
+        for step in range(9)
+    }
+    assert len(ports) == 900 and all(1024 < port < 32768 for port in ports)
+
+
 def test_mpirun_inside_a_slurm_job_wins() -> None:
     assert read_launcher_env(slurm() | open_mpi()).rank == 3
     assert read_launcher_env(slurm() | {"PMI_RANK": "5", "PMI_SIZE": "11"}).launcher == "srun"

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from megatron3d.errors import ExitCode
+from megatron3d.runtime.local_ranks import reserved_port
 from tests.support.processes import start
 from tests.support.tiny_run import ROOT
 
@@ -68,3 +71,13 @@ def test_absurd_numbers_are_refused(tmp_path: Path, number: str) -> None:
     _, err = ranks.communicate(timeout=30)
     assert ranks.returncode == ExitCode.USER_ERROR
     assert err == f"{number} ranks: this launcher starts 1 to 1024 on this machine; use 2, for example\n"
+
+
+def test_a_port_is_held_until_the_ranks_end() -> None:
+    """Rank 0 listens on it, and a second launch, which looks before rank 0 listens, is given another."""
+    with reserved_port() as port:
+        with pytest.raises(OSError, match="in use"), socket.socket() as other:
+            other.bind(("localhost", port))
+        store = dist.TCPStore("localhost", port, 1, is_master=True, multi_tenant=True)  # type: ignore[attr-defined]
+        store.set("key", "value")
+        assert store.get("key") == b"value"
