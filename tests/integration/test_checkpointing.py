@@ -67,7 +67,7 @@ def test_the_metadata_of_a_checkpoint(whole: Path) -> None:
 def test_a_run_that_starts_from_another_resumes_from_its_own(
     how: list[str], config: Path, whole: Path, tmp_path: Path
 ) -> None:
-    """The same command starts it and, requeued, continues it, with its own optimizer."""
+    """One command starts it and, requeued, continues it, with its own optimizer."""
     begin = [*FP64, f"checkpoint.load={whole}", *how]
     begin += ["train.train_iters=10"] * (how[0] != "checkpoint.finetune=true")
     assert run(config, *begin, f"checkpoint.save={tmp_path}/once").code == ExitCode.DONE
