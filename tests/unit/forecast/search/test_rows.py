@@ -88,7 +88,7 @@ def test_the_tool_writes_rows_and_their_errors(tmp_path: Path, capsys: pytest.Ca
     told = capsys.readouterr().out
     assert "2 rows predicted, 1 refused" in told and " 10.0 " in told and "mine" in told and "not a JSON object" in told
     assert tool.main(["--predict", str(rows)]) == 2
-    assert tool.main(["--predict", str(tmp_path / "none"), "--output", str(out)]) == 2
+    assert tool.main(["--predict", str(tmp_path / "none"), "--output", str(tmp_path / "other")]) == 2
     assert tool.main(["--config", "configs/gpt2-124m.yaml", "--cluster", "eos"]) == 2
     told = capsys.readouterr().err
     assert "--output: missing" in told and "no such file" in told and "--num-gpus: missing" in told
