@@ -55,7 +55,7 @@ def test_a_lock_keeps_the_content_and_refuses_a_second_holder(tmp_path: Path) ->
     path = tmp_path / "x"
     path.write_bytes(b"content")
     with open_locked(path) as first:
-        with pytest.raises(BlockingIOError, match="locked by another process.*x"):
+        with pytest.raises(BlockingIOError, match=r"locked by another process.*x"):
             open_locked(path)
         assert first.readall() == b"content"
     open_locked(path).close()
