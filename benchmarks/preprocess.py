@@ -122,7 +122,7 @@ def scaling(folder: Path, source: Path, kind: str, copies: int, rounds: int) -> 
     command += ["--tokenizer-type", tokenizer_type, "--tokenizer-model", str(folder / file), "--append-eod"]
 
     def done(workers: str) -> Callable[[], object]:
-        return lambda: subprocess.run([*command, "--workers", workers], capture_output=True, check=True)
+        return lambda: subprocess.run([*command, "--overwrite", "--workers", workers], capture_output=True, check=True)
 
     turns = interleaved({workers: done(workers) for workers in ("1", "2")}, rounds, warmup=1)
     for workers, each in turns.items():
@@ -149,7 +149,7 @@ def contestants(folder: Path, source: Path, kind: str) -> Mapping[str, Callable[
             encode(text)
 
     def ours() -> None:
-        words = ["--input", str(source), "--output-prefix", str(folder / "ours"), "--workers", "1"]
+        words = ["--input", str(source), "--output-prefix", str(folder / "ours"), "--workers", "1", "--overwrite"]
         words += ["--tokenizer-type", tokenizer_type, "--tokenizer-model", model, "--append-eod"]
         quietly(lambda: preprocess_data.main(words))
 

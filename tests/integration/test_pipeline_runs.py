@@ -157,7 +157,9 @@ def test_a_rank_that_dies_ends_the_others(config: Path) -> None:
     began = time.monotonic()
     errors = [rank.communicate(timeout=60)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [ExitCode.CRASH, ExitCode.CRASH, -signal.SIGKILL], errors
-    assert time.monotonic() - began < 30 and "Traceback" in errors[0] and "[rank 1] Traceback" in errors[1]
+    assert time.monotonic() - began < 30
+    for error in errors[:2]:
+        assert "since another rank has ended" in error and "Traceback" not in error
 
 
 @pytest.mark.parametrize(("number", "signalled"), [(signal.SIGINT, [0, 1, 2]), (signal.SIGTERM, [1])])

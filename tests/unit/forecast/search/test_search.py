@@ -272,7 +272,7 @@ def test_the_tool_draws_the_speed_over_ranks(config_file: Path, capsys: pytest.C
     assert rows[8][0] == f"{whole.tokens_per_s(search(whole, 1, ('1d',)).plans[0]):,.0f}"
     assert rows[4][1] == "100.0" and list(rows) == [4, 8, 16]
     assert picture.read_text(encoding="utf-8").count('<g id="axes_') == 2
-    assert tool.main([*words, "model.num_layers=100", "--scale", "1"]) == 2
+    assert tool.main([*words, "model.num_layers=100", "--scale", "1", "--overwrite"]) == 2
     assert "--scale 1, where train.global_batch_size is 1: " in capsys.readouterr().err
 
 
