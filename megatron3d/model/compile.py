@@ -22,6 +22,8 @@ Backend = Callable[[fx.GraphModule, Sequence[Tensor]], Graph]
 WAY_OUT = (
     "install what torch.compile needs (a C++ compiler such as g++, and Python's headers), or use train.compile=false"
 )
+# Graphs of one piece of code, of which torch allows 8: a layer has one for each kind and length, trained and evaluated.
+MAX_GRAPHS = 64
 
 
 def inductor(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Graph:
@@ -38,20 +40,34 @@ class CompileError(RuntimeError):
 
 
 class Compiler:
-    """Compiles the layers of one model.
+    """Compiles the layers of one model, and forgets what the process has compiled for others.
+
+    torch keeps graphs by the code that they come from, which all models share: those of the model before would count
+    towards `MAX_GRAPHS`, and sizes in which the models differ would be symbolic, with slower kernels.
 
     Args:
         is_opaque: returns whether a module inside a layer stays out of its graph, which is necessary if the module
             communicates or if its Python code depends on the step.
+        has_one_length: each length of sequences gets graphs of its own; otherwise the second one compiles graphs for
+            all lengths.
 
     Attributes:
         num_graphs: graphs compiled so far.
     """
 
     def __init__(
-        self, is_opaque: Callable[[nn.Module], bool] = lambda module: False, backend: Backend = inductor
+        self,
+        is_opaque: Callable[[nn.Module], bool] = lambda module: False,
+        backend: Backend = inductor,
+        has_one_length: bool = False,
     ) -> None:
+        import torch._dynamo.config
+
+        torch._dynamo.reset()
+        torch._dynamo.config.fail_on_recompile_limit_hit = True  # the default is a warning and eager execution
+        torch._dynamo.config.recompile_limit = MAX_GRAPHS
         self._is_opaque, self._compile = is_opaque, backend
+        self._dynamic = False if has_one_length else None
         self._opaque_classes: dict[type[nn.Module], Callable[[nn.Module], nn.Module]] = {}
         self.num_graphs = 0
 
@@ -60,15 +76,13 @@ class Compiler:
 
         A call raises UserError if the block cannot be compiled, as one graph where no module in it is opaque.
         """
-        import torch._dynamo.config
         from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
-        torch._dynamo.config.fail_on_recompile_limit_hit = True  # the default is a warning and eager execution
         for module in block.modules():
             _compute_cached(module)
         is_whole = not any(map(self._is_opaque, block.modules()))
         self._replace_opaque(block)
-        compiled = torch.compile(block.forward, backend=self._backend, fullgraph=is_whole)
+        compiled = torch.compile(block.forward, backend=self._backend, fullgraph=is_whole, dynamic=self._dynamic)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             try:

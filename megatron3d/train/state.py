@@ -110,7 +110,10 @@ def build_state(
         axes_dtype=torch.bfloat16 if config.train.tp_grad_reduce_in_bf16 else None,
     )
     if compiles:
-        compiler = Compiler(partial(is_opaque, packs_documents=spec.config.data.reset_attention_mask))
+        compiler = Compiler(
+            partial(is_opaque, packs_documents=spec.config.data.reset_attention_mask),
+            has_one_length=config.train.seq_length_warmup is None,
+        )
         for layer in (*model.layers.values(), *(module.layer for _, module in model.modules_ahead)):
             compiler.block(layer)
     for name, start, values in buffers.shards("main") if has_values and initializes else ():

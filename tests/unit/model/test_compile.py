@@ -6,6 +6,7 @@ A layer that cannot be compiled ends the run with the reason and a way out.  Wei
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cached_property, partial
@@ -22,11 +23,12 @@ from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.errors import UserError
 from megatron3d.linear.main_grad import MainGrads
-from megatron3d.model.compile import Backend, Compiler, Graph
+from megatron3d.model.compile import MAX_GRAPHS, Backend, Compiler, Graph
 from megatron3d.model.layers import Layer
 from megatron3d.model.microbatch import Pass
 from megatron3d.model.modules import Linear
 from megatron3d.train.state import TrainState, build_state, connect
+from megatron3d.verify.layouts import trace
 from tests.support.pool import Pool
 
 # torch's tracer and compiler emit warnings about themselves, which they hide only where warnings are not errors.
@@ -88,7 +90,6 @@ def agree(compiled: Sequence[nn.Module], eager: Sequence[nn.Module], *args: Any)
 
 def build(compiler: Compiler, inner: type[nn.Module] = Inner) -> tuple[list[nn.Module], list[nn.Module]]:
     """Return three compiled blocks, and the same blocks uncompiled."""
-    torch._dynamo.reset()
     compiled, eager = ([Block(seed, inner) for seed in range(3)] for _ in range(2))
     blocks = [compiler.block(block) for block in compiled]
     assert all(a is b for a, b in zip(blocks, compiled, strict=True))
@@ -171,7 +172,7 @@ def test_a_module_that_cannot_be_traced_is_an_error_where_none_is_opaque() -> No
 def test_a_layer_that_recompiles_endlessly_ends_the_run() -> None:
     blocks, _ = build(Compiler(is_inner, as_it_is))
     with pytest.raises(UserError, match=r"FailOnRecompileLimitHit.* use train.compile=false"):
-        for power in range(20):
+        for power in range(MAX_GRAPHS + 2):
             run(blocks, str(power))
 
 
@@ -193,7 +194,6 @@ def states(rank: int, world_size: int, backend: Backend, **model: Any) -> tuple[
             "train": {"global_batch_size": 16},
         }
     )
-    torch._dynamo.reset()
     spec = RunSpec(config, world_size, 61, rank)
     comm = connect(spec)
     plain, compiled = (build_state(spec, comm, torch.device("cpu")) for _ in range(2))
@@ -236,6 +236,37 @@ def test_growing_sequences_and_batches_recompile_once(family: str) -> None:
     assert num_graphs[1] == num_graphs[-1] <= 2 * num_graphs[0]
 
 
+def test_models_of_one_process_are_compiled_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nine models of other sizes, as a GPU's tests and benchmarks have: each has static sizes and few graphs.
+
+    Would catch graphs of earlier models, which count towards torch's limit of graphs and make sizes symbolic.
+    """
+    found = list[list[str]]()
+
+    def static(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> fx.GraphModule:
+        found[-1].append(" ".join(str(x.shape if isinstance(x, Tensor) else x) for x in inputs))
+        assert all(isinstance(x, Tensor) and all(type(n) is int for n in x.shape) for x in inputs), found[-1]
+        return graph
+
+    monkeypatch.setattr("megatron3d.train.state.Compiler", partial(Compiler, backend=static))
+    train = {"global_batch_size": 2, "micro_batch_size": 1, "precision": "fp64", "compile": True}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for number in range(1, 10):
+            found.append([])
+            sizes = {
+                "num_layers": 2,
+                "hidden_size": 16 * number,
+                "num_attention_heads": 4,
+                "seq_length": 4 + 2 * number,
+            }
+            model = {**sizes, "family": ("gpt2", "llama")[number % 2]}
+            spec = RunSpec(Config.model_validate({"model": model, "train": train}), 1, 61, 0)
+            trace(spec, connect(spec), 3)
+    assert [len(graphs) for graphs in found] == [2] * 9, "a graph for training, and one for evaluation"
+    assert [str(each.message) for each in said] == []
+
+
 def test_modules_that_communicate_stay_out_of_the_graphs(pool: Pool) -> None:
     pool.run(communicating, 2, torch.randint(0, 61, (1, 9), generator=torch.Generator().manual_seed(1)))
 
@@ -261,11 +292,10 @@ def trained(
     monkeypatch: pytest.MonkeyPatch, backend: Backend, compiles: bool, **config: Any
 ) -> tuple[list[Tensor], int]:
     """Return loss and main_grads of two microbatches of a GPT, and the number of graphs."""
-    torch._dynamo.reset()
     compilers: list[Compiler] = []
 
-    def make(is_opaque_one: Callable[[nn.Module], bool]) -> Compiler:
-        compilers.append(Compiler(is_opaque_one, backend))
+    def make(is_opaque_one: Callable[[nn.Module], bool], has_one_length: bool) -> Compiler:
+        compilers.append(Compiler(is_opaque_one, backend, has_one_length))
         return compilers[-1]
 
     monkeypatch.setattr("megatron3d.train.state.Compiler", make)
@@ -310,10 +340,8 @@ def test_layers_are_one_graph_whose_weight_gradients_accumulate_in_main_grad(
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
-def one_layer(family: str, compiles: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[Layer, Pass, Tensor]:
+def one_layer(family: str, compiles: bool) -> tuple[Layer, Pass, Tensor]:
     """Return a layer, compiled by Inductor or not, and its arguments."""
-    torch._dynamo.reset()
-    monkeypatch.setattr("megatron3d.train.state.Compiler", Compiler)
     model = {"family": family, "num_layers": 1, "hidden_size": 16, "num_attention_heads": 4, "seq_length": 8}
     train = {"global_batch_size": 1, "micro_batch_size": 1, "precision": "fp64", "compile": compiles}
     spec = RunSpec(Config.model_validate({"model": model, "train": train}), 1, 61, 0)
@@ -355,7 +383,7 @@ def test_a_compiled_layer_has_few_kernels_between_its_gemms(
     sources, counts = list[str](), []
     monkeypatch.setattr(GraphLowering, "save_output_code", staticmethod(sources.append))
     for compiles in (False, True):
-        layer, at, x_MH = one_layer(family, compiles, monkeypatch)
+        layer, at, x_MH = one_layer(family, compiles)
         counter = KernelCounter()
         with config.patch(force_disable_caches=True), nullcontext() if compiles else counter:
             y_MH = layer(x_MH, at)
