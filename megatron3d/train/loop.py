@@ -26,7 +26,7 @@ from megatron3d.train.monitor.reports import job_of, oom_report
 from megatron3d.train.rollback import Rollbacks
 from megatron3d.train.run import Run
 from megatron3d.train.state import check_replicas
-from megatron3d.train.step import StepResult, evaluate, train_step
+from megatron3d.train.step import Readout, evaluate, train_step
 
 
 class ManualGc:
@@ -71,7 +71,7 @@ def _train(run: Run, stop: StopSignal, collector: ManualGc) -> int:
     limits, rollbacks = ExitLimits(run.config), Rollbacks(run)
     hold_update = run.saver.hold_update if run.saver else lambda: None
     stopping = False
-    previous: StepResult | None = None
+    previous: Readout | None = None
 
     while True:
         if stopping or state.iteration == config.train_iters:
@@ -101,6 +101,7 @@ def _train(run: Run, stop: StopSignal, collector: ManualGc) -> int:
                 before_update=hold_update,
                 watches_routers=is_logged,
             )
+        numbers = Readout(result)
         monitor.end_step(result, lr, batch)
         collector.after_step(state.iteration)
 
@@ -108,11 +109,11 @@ def _train(run: Run, stop: StopSignal, collector: ManualGc) -> int:
 
         # A step's numbers are read one step later, so that the host never waits for the device.
         stopping = limits.end_after(state.iteration, previous)
-        if rollbacks.after_step(result):
+        if rollbacks.after_step(numbers):
             monitor.restart()
             previous = None
             continue
-        previous = result
+        previous = numbers
 
         if is_save_due(run) and not rollbacks.is_failing:
             with monitor.between_steps(SAVE):
@@ -210,6 +211,6 @@ class ExitLimits:
         """Whether the time limit has passed on this rank's clock."""
         return time.monotonic() > self._end_s
 
-    def end_after(self, iteration: int, previous: StepResult | None) -> bool:
+    def end_after(self, iteration: int, previous: Readout | None) -> bool:
         """Return whether to stop after this iteration, as its number or a rank of the step before asks."""
-        return is_due(iteration, self._exit_interval) or (previous is not None and bool(previous.stop_requests > 0))
+        return is_due(iteration, self._exit_interval) or (previous is not None and previous.read().stop_requests > 0)

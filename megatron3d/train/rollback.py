@@ -23,7 +23,7 @@ from megatron3d.config.schema import TrainConfig
 from megatron3d.errors import RunFailed
 from megatron3d.train.checkpointing import LoadOptions, describe, load_newest, source_of
 from megatron3d.train.run import Run
-from megatron3d.train.step import StepResult
+from megatron3d.train.step import Readout
 
 MIN_LOSSES = 16
 """Losses that are seen before one can be a spike."""
@@ -87,7 +87,7 @@ class Rollbacks:
     def __init__(self, run: Run) -> None:
         self._run, self._detector = run, SpikeDetector(run.config.train)
         self._num_rollbacks = 0
-        self._unread: StepResult | None = None
+        self._unread: Readout | None = None
         # Of the steps that were read: with `train.iterations_to_skip` these are not consecutive.
         self._iterations = deque[int](maxlen=max(1, run.config.train.rollback_nonfinite_steps or 1))
         self._iteration = 0
@@ -98,14 +98,14 @@ class Rollbacks:
         """Whether the last step that was read was not finite."""
         return self._num_nonfinite > 0
 
-    def after_step(self, result: StepResult) -> bool:
+    def after_step(self, numbers: Readout) -> bool:
         """Roll back if the step before this one ended in a spike, and return whether it did.
 
         Raises RuntimeError as `roll_back`.
         """
         if self.after_last_step():
             return True
-        self._unread, self._iteration = result, self._run.state.iteration
+        self._unread, self._iteration = numbers, self._run.state.iteration
         return False
 
     def after_last_step(self) -> bool:
@@ -113,7 +113,8 @@ class Rollbacks:
         unread, self._unread = self._unread, None
         if unread is None:
             return False
-        loss, skipped = unread.loss.item(), bool(unread.skipped)
+        numbers = unread.read()
+        loss, skipped = numbers.loss, numbers.skipped
         self._iterations.append(self._iteration)
         self._num_read += 1
         self._num_skipped += skipped

@@ -50,6 +50,38 @@ class StepResult:
     routers: RouterCounts | None = None
 
 
+@dataclass(frozen=True)
+class HostNumbers:
+    """Numbers of a `StepResult` on the host."""
+
+    loss: float
+    skipped: bool
+    stop_requests: int
+
+
+class Readout:
+    """Copy of a step's numbers to the host, enqueued right after the step.
+
+    A number that is read from the device itself is copied after everything that is enqueued by then: read one step
+    later, the host would wait for that step as well, and the device then for the host.
+    """
+
+    def __init__(self, result: StepResult) -> None:
+        numbers = torch.stack((result.loss, result.skipped, result.stop_requests))
+        self._here = torch.empty_like(numbers, device="cpu", pin_memory=numbers.device.type != "cpu")
+        self._here.copy_(numbers, non_blocking=True)
+        self._end = None if numbers.device.type == "cpu" else torch.Event(numbers.device)
+        if self._end is not None:
+            self._end.record()
+
+    def read(self) -> HostNumbers:
+        """Wait for the step, but for nothing that was enqueued after it, and return its numbers."""
+        if self._end is not None:
+            self._end.synchronize()
+        loss, skipped, stop_requests = self._here.tolist()
+        return HostNumbers(loss, bool(skipped), int(stop_requests))
+
+
 def train_step(
     state: TrainState,
     microbatches: Sequence[Microbatch],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,10 +20,15 @@ from megatron3d.ops.dropout import keep_mask
 from megatron3d.ops.recompute import ActivationOffload
 from megatron3d.optim.adamw import _random_bits, _round_stochastically, _salt
 from megatron3d.parallel.mesh import Mesh
-from megatron3d.train.state import connect
+from megatron3d.train.state import build_state, connect
+from megatron3d.train.step import Readout, StepSettings, train_step
 from megatron3d.verify.layouts import RandomSamples, StepTrace, differences, trace
 from tests.support.equality import MODELS, RECOMPUTATIONS, VOCAB_SIZE, configure, reference
+from tests.support.host_reads import NoHostReads
 from tests.support.shards import normal
+
+# torch's tracer and compiler emit warnings about themselves, which they hide only where warnings are not errors.
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::DeprecationWarning:torch")
 
 
 def trace_of(name: str, device: torch.device, **train: Any) -> StepTrace:
@@ -59,6 +66,36 @@ def test_the_same_run_twice_is_the_same(device: torch.device) -> None:
     one, two = (trace_of(name, device, precision="bf16") for _ in range(2))
     losses = [key for key in one if key.startswith("loss")]
     assert {key: one[key].item() for key in losses} == {key: two[key].item() for key in losses}
+
+
+@contextlib.contextmanager
+def no_waits(device: torch.device) -> Iterator[None]:
+    """Make everything an error that waits for the device; on a CPU, what would wait for a GPU."""
+    if device.type == "cpu":
+        with NoHostReads():
+            yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", [name for name, model in MODELS.items() if "num_moe_experts" not in model])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_the_host_does_not_wait_in_a_step(device: torch.device, name: str, precision: str) -> None:
+    config = configure(MODELS[name], {}, micro_batch_size=2, global_batch_size=4, precision=precision)
+    spec = RunSpec(config, 1, VOCAB_SIZE)
+    state, length = build_state(spec, connect(spec), device), spec.arch.seq_length
+    loader = BatchLoader(RandomSamples(3, VOCAB_SIZE, length), spec.mesh, (), 2, 4, device)
+    settings, readouts = StepSettings(1, 4 * length, 4), list[Readout]()
+    for number in range(4):
+        batch = loader.step(4 * number)
+        with no_waits(device) if number > 1 else contextlib.nullcontext():  # the first steps compile and allocate
+            readouts.append(Readout(train_step(state, batch, 1e-4, settings)))
+            found = [readout.read() for readout in readouts[:-1]]
+    assert all(math.isfinite(each.loss) and not each.stop_requests for each in found)
 
 
 def test_dropout_masks_are_equal_in_every_bit(device: torch.device) -> None:

@@ -1,0 +1,80 @@
+"""Fact: training reads the numbers of a step one step later, from a copy that was enqueued right after it.
+
+The host then waits for a step while the device computes the next one.  This catches `.item()` and branches on values
+in a step, and numbers that are read from the device after the next step was enqueued.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron3d.train import loop
+from megatron3d.train.monitor.monitor import Monitor
+from megatron3d.train.step import HostNumbers, Readout, StepResult
+from tests.support.host_reads import NoHostReads
+from tests.support.tiny_run import run, write_config
+
+
+@pytest.mark.parametrize("model", [(), ("model.family=llama", "train.precision=bf16")])
+def test_nothing_between_reports_waits_for_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: tuple[str, ...]
+) -> None:
+    entered = list[int]()
+
+    def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            entered.append(1)
+            with NoHostReads():
+                return function(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(loop, "train_step", guarded(loop.train_step))
+    monkeypatch.setattr(loop, "Readout", guarded(Readout))
+    reads = ((Monitor, "end_step"), (loop.Rollbacks, "after_step"), (loop.ExitLimits, "end_after"))
+    for owner, name in reads:
+        monkeypatch.setattr(owner, name, guarded(getattr(owner, name)))
+    spikes = ("train.rollback_loss_spike_score=50", "checkpoint.save_interval=2")
+    done = run(write_config(tmp_path), "logging.log_interval=100", "train.train_iters=4", *spikes, *model)
+    assert done.code == 0, done.err
+    assert len(entered) == 4 * 5
+
+
+def test_a_step_is_read_when_the_next_one_is_enqueued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy starts before the next step, so that it does not wait for that one."""
+    happened, step = list[str](), loop.train_step
+
+    class Logged(Readout):
+        def __init__(self, result: StepResult) -> None:
+            super().__init__(result)
+            self._number = sum(each.startswith("step") for each in happened)
+            happened.append(f"copy {self._number}")
+
+        def read(self) -> HostNumbers:
+            happened.append(f"read {self._number}")
+            return super().read()
+
+    def logged(*args: Any, **kwargs: Any) -> StepResult:
+        happened.append("step")
+        return step(*args, **kwargs)
+
+    monkeypatch.setattr(loop, "train_step", logged)
+    monkeypatch.setattr(loop, "Readout", Logged)
+    assert run(write_config(tmp_path), "train.train_iters=3").code == 0
+    twice = [["step", f"copy {number}", *[f"read {number - 1}"] * 2 * (number > 1)] for number in (1, 2, 3)]
+    assert happened == [*(each for step in twice for each in step), "read 3"]
+
+
+def test_a_readout_holds_the_values_of_its_step() -> None:
+    """The tensors of a step may change before they are read."""
+    numbers = [torch.tensor(value) for value in (2.5, 1.0, 3.0)]
+    loss, skipped, stops = numbers
+    readout = Readout(StepResult(loss.double(), loss, skipped, stops, loss))
+    for each in numbers:
+        each.zero_()
+    assert readout.read() == HostNumbers(2.5, True, 3)
