@@ -1,13 +1,15 @@
-"""Everything that a GPU can show in ten minutes: `python benchmarks/gpu_day.py --minutes 10 --output runs/gpu_day`.
+"""Everything that a GPU can show in ten minutes: `python benchmarks/gpu_day.py --output runs/gpu_day`.
 
-Each section is a process with a time limit of its own; its JSON lines are on disk as soon as it prints them, so that an
-interrupted run keeps what it has.  The table comes last.  Only the standard library is needed here: other packages may
-lie as wheels in `wheels/`, which is not committed:
+Each section is a process with a time limit of its own; its JSON lines are on disk as soon as it prints them, and the
+table after each section, so that an interrupted run keeps what it has.  Sections come in the order of what a person
+needs first, and any of them runs alone by `--sections`.  Only the standard library is needed here: packages that the
+GPU's machine lacks may lie in `wheels/`, which is not committed, for the Python of that machine:
 
-    pip download --only-binary :all: -d wheels pydantic pyyaml safetensors pytest hypothesis pytest-xdist
+    pip download --only-binary :all: --python-version 3.12 --platform manylinux2014_x86_64 -d wheels pydantic pyyaml
 
-A second command compares switches, `--sections switches,overlap`; `--cpu --quick` shows that it all works without a
-GPU; `--two-nodes HOST:PORT --node-rank N`, on each of two nodes, measures the network and trains over it.
+A second command runs what ten minutes have no room for, `--sections steps,ranks,nccl,program,switches,overlap,queue`;
+`--cpu --quick` shows that it all works without a GPU; `--two-nodes HOST:PORT --node-rank N`, on each of two nodes,
+measures the network and trains over it.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import subprocess
 import sys
 import threading
 import time
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,23 +50,35 @@ def _measured(limit_s: int, name: str, shows: str, *environ: str) -> Section:
     return Section(limit_s, ("benchmarks/gpu/gpu_sections.py", name), shows, environ)
 
 
+def _tested(limit_s: int, tests: str, shows: str) -> Section:
+    return Section(limit_s, ("-m", "pytest", "tests/gpu", "-p", "no:cacheprovider", "-k", tests), shows)
+
+
 SECTIONS: Mapping[str, Section] = {
-    "hardware": _measured(30, "hardware", "versions, bandwidth of a copy, the largest GEMM, attention kernel"),
-    "tests": Section(90, ("-m", "pytest", "tests/gpu", "-p", "no:cacheprovider"), "kernels and steps against the CPU"),
-    "numbers": _measured(60, "numbers", "20 steps in bf16 against the same steps in fp32"),
-    "layouts": _measured(240, "layouts", "ranks that share the GPU against one process, in float64"),
-    "nccl": _measured(30, "nccl", "a subgroup's timeout, barrier, flight recorder", "TORCH_FR_BUFFER_SIZE=2000"),
-    "mfu": _measured(180, "mfu", "step time, MFU, enqueueing and memory, eager and compiled"),
-    "ranks": _measured(90, "ranks", "single ranks of large layouts: time of each action, memory against prediction"),
-    "kernels": _measured(70, "kernels", "rates of the cost model, and a proposal for the accelerator's sheet"),
-    "profile": _measured(50, "profile", "the kernels that take most of a step, and its trace"),
-    "program": _measured(90, "program", "pretrain_gpt.py: stopped, resumed, and never stopped; stall of a save"),
+    "hardware": _measured(25, "hardware", "versions, bandwidth of a copy, the largest GEMM, attention kernel"),
+    "tests": _tested(80, "test_kernels or not_wait", "kernels against the CPU; the host does not wait in a step"),
+    "8b": _measured(70, "8b", "shape of the 8B with fewer layers: step time, MFU, memory against prediction"),
+    "1b": _measured(55, "1b", "the same of the 1B"),
+    "124m": _measured(45, "124m", "the same of the 124M"),
+    "profile": _measured(75, "profile", "the kernels that take most of a step, eager and compiled, and its trace"),
+    "kernels": _measured(60, "kernels", "rates of the cost model, fp8, documents and experts; the accelerator's sheet"),
+    "numbers": _measured(80, "numbers", "200 steps in bf16 against the same steps in fp32, on bytes of source code"),
+    # The last one gets the rest.
+    "layouts": _measured(600, "layouts", "ranks that share the GPU against one process, in float64"),
 }
 SECOND: Mapping[str, Section] = {
-    "switches": _measured(400, "switches", "switches against their baselines, in turns"),
+    "steps": _tested(200, "test_steps", "steps of every model, compiled, against the CPU"),
+    "ranks": _measured(90, "ranks", "single ranks of large layouts: time of each action, memory against prediction"),
+    "nccl": _measured(30, "nccl", "a subgroup's timeout, barrier, flight recorder", "TORCH_FR_BUFFER_SIZE=2000"),
+    "program": _measured(90, "program", "pretrain_gpt.py: stopped, resumed, and never stopped; stall of a save"),
+    "switches": _measured(120, "switches", "switches against their baselines, in turns"),
     "overlap": _measured(30, "overlap", "whether a copy on a side stream runs during a GEMM, by stream priority"),
     "queue": _measured(30, "overlap", "the same with a single hardware queue", "CUDA_DEVICE_MAX_CONNECTIONS=1"),
 }
+# A CPU is there for as long as it takes.
+CPU_TIMES = 4
+# In place of the tests of a section: one that is quick.
+QUICK_TESTS: Mapping[str, str] = {"tests": "bit or gemm", "steps": "dropout_masks"}
 
 
 # What two nodes add: gradients, tokens, activations and matmuls over the network, each with its overlap.
@@ -125,7 +140,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--sections", help=f"of {', '.join(known)}, separated by commas; of two nodes: {', '.join(TWO)}"
     )
-    parser.add_argument("--minutes", type=float, default=60.0, help="limit of the whole command, the table included")
+    parser.add_argument("--minutes", type=float, default=10.0, help="limit of the whole command, the table included")
     parser.add_argument("--cpu", action="store_true", help="compute on the CPU")
     parser.add_argument("--quick", action="store_true", help="small sizes, which only show that it works")
     parser.add_argument("--two-nodes", metavar="HOST:PORT", help="address of node 0; ports from this one on are used")
@@ -147,14 +162,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the sections and print the table; return 1 if one of them failed."""
     args = parse_args(argv)
     args.folder.mkdir(parents=True, exist_ok=True)
-    python_path = ":".join(map(str, (ROOT, ROOT / "benchmarks", *installed_wheels())))
     (args.folder / "log.txt").unlink(missing_ok=True)
+    rows: list[Row] = []
     with (args.folder / "results.jsonl").open("w", encoding="utf-8") as results:
-        write(results, {"section": "run", **facts(argv)})
-        rows = [row for name in args.names for row in run_section(name, args, python_path, results)]
-    table = "\n".join(table_lines(rows))
-    (args.folder / "table.txt").write_text(table + "\n", encoding="utf-8")
-    print(table)
+        packages, left_out = unpacked_wheels()
+        write(results, {"section": "run", **facts(argv), "wheels_left_out": left_out})
+        python_path = path_of_python(packages)
+        for name in args.names:
+            rows += run_section(name, args, python_path, results)
+            (args.folder / "table.txt").write_text("\n".join(table_lines(rows)) + "\n", encoding="utf-8")
+    print("\n".join(table_lines(rows)))
     for line in trim(args.folder):
         print(line)
     return int(any(row.get("exit_code", 0) != 0 for row in rows))
@@ -171,23 +188,41 @@ def facts(argv: Sequence[str] | None) -> Row:
     return {"command": command, "date": when, "commit": commit, "machine": platform.platform(), "cores": os.cpu_count()}
 
 
-def installed_wheels() -> Iterator[Path]:
-    """Install the wheels that travel with the repository, once, and yield their folder."""
-    files = sorted(WHEELS.glob("*.whl"))
-    folder = WHEELS / "installed"
-    if files and not folder.exists():
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", str(folder)]
-        subprocess.run([*pip, *map(str, files)], check=True)
-    if files:
-        yield folder
+def unpacked_wheels(folder: Path = WHEELS) -> tuple[Path | None, list[str]]:
+    """Unpack the wheels that travel with the repository; return their folder, and which are not for this Python.
+
+    A machine without pip unpacks them as well.
+    """
+    version = f"{sys.version_info.major}{sys.version_info.minor}"
+    into, left_out = folder / f"unpacked-{version}", list[str]()
+    files = sorted(folder.glob("*.whl"))
+    for path in files:
+        python, abi, platforms = path.stem.split("-")[-3:]
+        is_pure = abi == "none" and "py3" in python.split(".") and platforms == "any"
+        is_built = f"cp{version}" in python.split(".") or abi == "abi3"
+        if not is_pure and not (is_built and platform.machine() in platforms):
+            left_out.append(path.name)
+            continue
+        try:
+            with zipfile.ZipFile(path) as wheel:
+                wheel.extractall(into)
+        except (OSError, zipfile.BadZipFile) as error:
+            left_out.append(f"{path.name}: {error}")
+    return (into if into.exists() else None), left_out
+
+
+def path_of_python(packages: Path | None) -> str:
+    """Return where sections import from: this repository, unpacked wheels, and what PYTHONPATH has named before."""
+    mine = (ROOT, ROOT / "benchmarks", *([packages] if packages else []))
+    return os.pathsep.join([*map(str, mine), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def command_of(name: str, args: argparse.Namespace, python_path: str) -> list[str]:
     """Return the command of a section."""
     section: Section = args.known[name]
     prefix = ["env", f"PYTHONPATH={python_path}", *section.environ, sys.executable, "-u", *section.program]
-    if name == "tests":
-        return [*prefix, *(["--on-cpu"] if args.cpu else []), *(["-k", "bit or gemm"] if args.quick else [])]
+    if name in QUICK_TESTS:
+        return [*prefix, *(["--on-cpu"] if args.cpu else []), *(["-k", QUICK_TESTS[name]] if args.quick else [])]
     if args.two_nodes:
         return prefix
     return [*prefix, *flags_of(args), "--output", str(args.output)]
@@ -201,7 +236,7 @@ def flags_of(args: argparse.Namespace) -> list[str]:
 def run_section(name: str, args: argparse.Namespace, python_path: str, results: Any) -> Iterator[Row]:
     """Run a section; write and yield the rows that it prints, and at its end one with exit code and seconds."""
     begin = time.monotonic()
-    limit_s = min(args.known[name].limit_s, args.end_s - begin)
+    limit_s = min(args.known[name].limit_s * (CPU_TIMES if args.cpu else 1), args.end_s - begin)
     if limit_s < 1:
         yield write(
             results, {"section": name, "exit_code": -1, "last_line": f"no time left of --minutes {args.minutes}"}

@@ -12,6 +12,7 @@ from gpu.gpu_timing import Place, Row
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megatron3d.attention.packed import Visible, choose, packed_attention
 from megatron3d.attention.rotary import rotary_tables, rotate
 from megatron3d.attention.rotary_spec import Rotary
 from megatron3d.comm.process_comm import ProcessComm
@@ -38,6 +39,10 @@ GEMMS = (
 )
 # Head size, query heads, key/value heads, length.
 ATTENTION = ((64, 32, 8, 4096), (128, 32, 8, 2048), (128, 32, 8, 4096), (128, 32, 8, 8192), (128, 8, 8, 8192))
+# Tokens, input and output features of an expert of each of some experts, with even loads.
+EXPERTS = (8, 16384, 2048, 1408)
+# Head size, query heads, key/value heads, length of a sequence and of its documents.
+DOCUMENTS = (128, 32, 8, 8192, 2048)
 # Elements of activations and of optimizer state: more than a cache holds.
 ELEMENTS = 2**27
 # Accesses of an element: a sum reads two and writes one.
@@ -50,6 +55,9 @@ def kernels(place: Place) -> Iterator[Row]:
     yield from gemms
     attention = list(attention_rows(place))
     yield from attention
+    yield from document_rows(place)
+    yield from fp8_rows(place)
+    yield from expert_rows(place)
     streams = list(stream_rows(place))
     yield from streams
     yield from loss_rows(place)
@@ -107,6 +115,46 @@ def _attention_s(place: Place, q: Tensor, k: Tensor, v: Tensor) -> tuple[float, 
     with torch.no_grad():
         forward_s = place.seconds(forward)
     return forward_s, place.seconds(backward)
+
+
+def document_rows(place: Place) -> Iterator[Row]:
+    """Yield the TFLOP/s of attention within documents, forward and backward, half of the scores counted."""
+    size, heads, groups, seq, length = (16, 4, 2, 64, 16) if place.quick else DOCUMENTS
+    q, k, v = (_random(place, 1, seq, count, size).transpose(1, 2) for count in (heads, groups, groups))
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    visible = Visible((tuple(range(length, seq, length)),))
+    y = packed_attention(q, k, v, visible)
+    dy, flops = torch.randn_like(y), 4 * heads * seq * length * size / 2
+
+    def backward() -> None:
+        torch.autograd.grad(y, (q, k, v), dy, retain_graph=True)
+
+    forward_s, backward_s = place.seconds(partial(packed_attention, q, k, v, visible)), place.seconds(backward)
+    what = {"kernel": f"documents, {choose(q, k).name}", "size": size, "seq": seq, "length": length}
+    yield {**what, "forward": 1e-12 * flops / forward_s, "backward": 2.5e-12 * flops / backward_s}
+
+
+def fp8_rows(place: Place) -> Iterator[Row]:
+    """Yield the TFLOP/s of fp8 GEMMs, operands quantised before, with a scale per tensor and per row."""
+    for m, k, n in [(64, 32, 48)] if place.quick else GEMMS[:4]:
+        a, b = (_random(place, rows, k).to(torch.float8_e4m3fn) for rows in (m, n))
+        scales = {"tensor": [torch.ones((), device=place.device)] * 2}
+        scales["rows"] = [torch.ones(shape, device=place.device) for shape in ((m, 1), (1, n))]
+        row: Row = {"kernel": "fp8", "m": m, "k": k, "n": n}
+        for name, (scale_a, scale_b) in scales.items():
+            call = partial(torch._scaled_mm, a, b.T, scale_a, scale_b, out_dtype=BF16, use_fast_accum=True)
+            row[name] = 2e-12 * m * n * k / place.seconds(call)
+        yield row
+
+
+def expert_rows(place: Place) -> Iterator[Row]:
+    """Yield the TFLOP/s of the grouped GEMM of experts: Y, and dW, which it rounds to bf16."""
+    experts, rows, k, n = (4, 64, 32, 48) if place.quick else EXPERTS
+    x, w, dy = _random(place, rows, k), _random(place, experts, n, k), _random(place, rows, n)
+    ends = torch.arange(1, experts + 1, device=place.device, dtype=torch.int32) * (rows // experts)
+    calls = {"Y": partial(F.grouped_mm, x, w.mT, offs=ends), "dW": partial(F.grouped_mm, dy.T, x, offs=ends)}
+    rates = {name: 2e-12 * rows * k * n / place.seconds(call) for name, call in calls.items()}
+    yield {"kernel": "experts", "experts": experts, "rows": rows, "k": k, "n": n, **rates}
 
 
 def stream_rows(place: Place) -> Iterator[Row]:

@@ -16,24 +16,42 @@ from gpu.gpu_timing import Place, Row, Steps, spec_of
 
 from megatron3d.errors import ExitCode
 
-# How far losses of the same steps in bf16 and in fp32 may be apart: some units in the last place of bf16.
+# How far the mean of the last losses in bf16 and in fp32 may be apart.
 NEAR = 2e-2
+NUM_STEPS, NUM_LAST = 200, 50
 
 
 def numbers(place: Place) -> Iterator[Row]:
-    """Yield the losses of 20 steps on one batch in bf16 and in fp32, from the same weights."""
-    keys = [*ALONE, "train.micro_batch_size=4", "train.global_batch_size=4"]
-    found: dict[str, list[float]] = {}
+    """Yield the losses of the same steps on bytes of source code in bf16 and in fp32, from the same weights."""
+    num_steps, num_last = (10, 3) if place.quick else (NUM_STEPS, NUM_LAST)
+    keys = [*ALONE, "train.micro_batch_size=8", "train.global_batch_size=8", "train.compile=false"]
+    found: dict[str, torch.Tensor] = {}
     for precision in ("fp32", "bf16"):
         spec = spec_of(place, "gpt2-124m", keys, last=[f"train.precision={precision}"])
         steps = Steps(place, spec, has_initial_values=True)
-        found[precision] = torch.stack([steps() for _ in range(20)]).tolist()
+        losses = []
+        for tokens in source_batches(num_steps, 8, spec.arch.seq_length):
+            steps.read(tokens.to(place.device))
+            losses.append(steps())
+        found[precision] = torch.stack(losses).cpu()
         del steps
         place.free()
-    apart = max(abs(one / other - 1) for one, other in zip(*found.values(), strict=True))
-    learns = all(each[-1] < each[0] for each in found.values())
-    shown = {name: [round(each[step], 4) for step in (0, 9, 19)] for name, each in found.items()}
-    yield {**shown, "relative_difference": apart, "is_right": apart < NEAR and learns}
+    last = {name: each[-num_last:].mean().item() for name, each in found.items()}
+    apart = abs(last["bf16"] / last["fp32"] - 1)
+    learns = all(last[name] < each[0].item() for name, each in found.items())
+    shown = {
+        name: [round(loss, 4) for loss in each[:: max(1, num_steps // 10)].tolist()] for name, each in found.items()
+    }
+    yield {**shown, "last": last, "relative_difference": apart, "is_right": apart < NEAR and learns}
+
+
+def source_batches(num_steps: int, num_samples: int, length: int) -> Iterator[torch.Tensor]:
+    """Yield batches of tokens [samples, length + 1]: bytes from random places of this repository's source."""
+    text = b"".join(path.read_bytes() for path in sorted((ROOT / "megatron3d").rglob("*.py")))
+    source, generator = torch.frombuffer(bytearray(text), dtype=torch.uint8), torch.Generator().manual_seed(1)
+    for _ in range(num_steps):
+        starts = torch.randint(len(source) - length, (num_samples, 1), generator=generator)
+        yield source[starts + torch.arange(length + 1)].long()
 
 
 # Layouts that ranks on one GPU are compared in: every mode and form, ZeRO stage and kind of schedule.
@@ -56,7 +74,8 @@ def layouts(place: Place) -> Iterator[Row]:
         preset, world_size, overrides = LAYOUTS[name]
         program = [sys.executable, "tools/verify_layout.py", "--config", f"configs/{preset}.yaml", "--steps", "1"]
         options = ["--world-size", str(world_size), "--device", device, "--tolerance", "1e-9", "--lag-ms", "1"]
-        done = subprocess.run([*program, *options, *overrides], cwd=ROOT, capture_output=True, text=True)
+        eager = "train.compile=false"  # each of the eight ranks would compile
+        done = subprocess.run([*program, *options, *overrides, eager], cwd=ROOT, capture_output=True, text=True)
         lines = done.stdout.splitlines() or done.stderr.splitlines() or [""]
         yield {"layout": name, "equal": done.returncode == 0, "line": lines[-1][:200]}
 
@@ -65,6 +84,7 @@ def program(place: Place) -> Iterator[Row]:
     """Yield what pretrain_gpt.py does on SIGUSR1, whether it goes on as if never stopped, and what a save costs it."""
     keys = ["--config", str(ROOT / "configs" / "llama-1b.yaml"), *ALONE, "train.train_iters=100000"]
     keys += ["train.micro_batch_size=2", "train.global_batch_size=4", "checkpoint.async_save=true"]
+    keys += ["train.deterministic_mode=true"]  # cuDNN's attention has another sum in each backward
     keys += SMALL_BYTES if place.quick else ["model.vocab_size=null", "model.num_layers=4", "model.seq_length=2048"]
     hide = HIDE_GPU if place.device.type == "cpu" else ()
     with tempfile.TemporaryDirectory() as folder:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -61,7 +62,7 @@ SECTIONS: Mapping[str, Callable[[Place], Iterator[Row]]] = {
     "numbers": gpu_runs.numbers,
     "layouts": gpu_runs.layouts,
     "nccl": nccl,
-    "mfu": gpu_steps.mfu,
+    **{name: partial(gpu_steps.preset, name=name) for name in gpu_steps.PRESETS},
     "ranks": gpu_steps.ranks,
     "kernels": gpu_kernels.kernels,
     "profile": gpu_steps.profiled,

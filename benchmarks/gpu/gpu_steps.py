@@ -12,51 +12,31 @@ from statistics import median
 from typing import NamedTuple
 
 import torch
-from gpu.gpu_program import ALONE
 from gpu.gpu_timing import Place, Row, Steps, spec_of
 from torch.profiler import ProfilerActivity, profile
 
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.verify.dry_run import with_few_microbatches
 
-
-class Model(NamedTuple):
-    """A preset, what replaces its keys, and the sequences of a microbatch."""
-
-    preset: str
-    micro_batch: int
-    overrides: tuple[str, ...] = ()
-
-    def keys(self, num_microbatches: int) -> list[str]:
-        """Return the overrides of a run on one device."""
-        batch = f"train.global_batch_size={num_microbatches * self.micro_batch}"
-        return [*ALONE, f"train.micro_batch_size={self.micro_batch}", batch, *self.overrides]
-
-
-def _llama_1b(seq: int, micro_batch: int) -> Model:
-    return Model("llama-1b", micro_batch, (f"model.seq_length={seq}",))
-
-
-def _llama_3b(seq: int, micro_batch: int) -> Model:
-    shape = ("num_layers=28", "hidden_size=3072", "num_attention_heads=24", f"seq_length={seq}")
-    return Model("llama-1b", micro_batch, tuple(f"model.{key}" for key in shape))
-
-
-def _llama_8b(seq: int, micro_batch: int) -> Model:
-    return Model("llama-8b", micro_batch, ("model.num_layers=10", f"model.seq_length={seq}"))
-
-
-MODELS: Mapping[str, Model] = {
-    "gpt2-124m, 12 x 1024": Model("gpt2-124m", 12),
-    "gpt2-124m, 48 x 1024": Model("gpt2-124m", 48),
-    "gpt2-1.5b, 4 x 1024": Model("gpt2-1.5b", 4),
-    "llama-1b, 4 x 2048": _llama_1b(2048, 4),
-    "llama-1b, 2 x 4096": _llama_1b(4096, 2),
-    "llama-1b, 1 x 8192": _llama_1b(8192, 1),
-    "3B, 1 x 4096": _llama_3b(4096, 1),
-    "8B, 10 layers, 2 x 4096": _llama_8b(4096, 2),
-    "8B, 10 layers, 1 x 8192": _llama_8b(8192, 1),
+_MODELS = {"1b": "llama-1b", "124m": "gpt2-124m"}
+# Shipped presets of one GPU, by the section that measures them and the GPU.
+PRESETS: Mapping[str, Mapping[str, str]] = {
+    "8b": {"h100": "llama-8b-10-layers-1xh100", "h200": "llama-8b-12-layers-1xh200"},
+    **{name: {gpu: f"{model}-1x{gpu}" for gpu in ("h100", "h200")} for name, model in _MODELS.items()},
 }
+# Bytes of memory from which on a GPU takes the presets of an H200.
+H200_BYTES = 100 * 2**30
+
+
+def preset_of(place: Place, name: str) -> str:
+    """Return the preset of a section for this GPU; a CPU takes that of an H200."""
+    is_large = place.device.type == "cpu" or torch.cuda.get_device_properties(place.device).total_memory > H200_BYTES
+    return f"gpus/{PRESETS[name]['h200' if is_large else 'h100']}"
+
+
+def steps_of(place: Place, name: str, *overrides: str, num_microbatches: int = 1) -> Steps:
+    """Return steps of a shipped preset with its own microbatch, of which there are only a few."""
+    return Steps(place, spec_of(place, preset_of(place, name), overrides).with_microbatches(num_microbatches))
 
 
 def _shown(place: Place, what: Row, measure: Callable[[], Row]) -> Row:
@@ -69,16 +49,10 @@ def _shown(place: Place, what: Row, measure: Callable[[], Row]) -> Row:
         place.free()
 
 
-def mfu(place: Place) -> Iterator[Row]:
-    """Yield step time, MFU and memory of every model, eager and compiled."""
-    for name, model in list(MODELS.items())[: 1 if place.quick else None]:
-        for compiled in (False,) if place.quick else (False, True):
-            keys = [*model.keys(2), f"train.compile={str(compiled).lower()}"]
-
-            def measure(keys: Sequence[str] = keys, preset: str = model.preset) -> Row:
-                return Steps(place, spec_of(place, preset, keys)).measured()
-
-            yield _shown(place, {"model": name, "compiled": compiled}, measure)
+def preset(place: Place, name: str) -> Iterator[Row]:
+    """Yield step time, MFU and memory of a shipped preset, compiled as it is shipped."""
+    what = {"preset": preset_of(place, name)}
+    yield _shown(place, what, lambda: steps_of(place, name, num_microbatches=2).measured())
 
 
 class Rank(NamedTuple):
@@ -126,11 +100,9 @@ def rank_row(place: Place, rank: Rank) -> Row:
 
 
 def profiled(place: Place) -> Iterator[Row]:
-    """Yield the operations that take most of a step, and write its trace, eager and compiled."""
-    model = MODELS["llama-1b, 2 x 4096"]
-    for compiled in (False,) if place.quick else (False, True):
-        keys = [*model.keys(1), f"train.compile={str(compiled).lower()}"]
-        steps = Steps(place, spec_of(place, model.preset, keys))
+    """Yield the operations that take most of a step, and write its trace, compiled and eager."""
+    for compiled in (False,) if place.quick else (True, False):
+        steps = steps_of(place, "1b", f"train.compile={str(compiled).lower()}")
         steps()
         steps()
         kinds = [ProfilerActivity.CPU, *([] if place.device.type == "cpu" else [ProfilerActivity.CUDA])]
@@ -142,12 +114,19 @@ def profiled(place: Place) -> Iterator[Row]:
         for each in top:
             row = {"operation": each.key[:80], "calls": each.count, "ms": getattr(each, spent) / 1e3}
             yield {"compiled": compiled, **row}
-        trace = place.output / f"trace_{'compiled' if compiled else 'eager'}.json"
-        found.export_chrome_trace(str(trace))
-        with trace.open("rb") as plain, gzip.open(f"{trace}.gz", "wb") as packed:
-            shutil.copyfileobj(plain, packed)
-        trace.unlink()
+        yield {"compiled": compiled, **steps.measured(3)}
+        del steps
+        write_trace(place, found, "compiled" if compiled else "eager")
         place.free()
+
+
+def write_trace(place: Place, found: profile, name: str) -> None:
+    """Write the trace of a profile, compressed."""
+    trace = place.output / f"trace_{name}.json"
+    found.export_chrome_trace(str(trace))
+    with trace.open("rb") as plain, gzip.open(f"{trace}.gz", "wb") as packed:
+        shutil.copyfileobj(plain, packed)
+    trace.unlink()
 
 
 # Switch: the keys of the baseline and of the variant.
@@ -161,20 +140,19 @@ SWITCHES: Mapping[str, tuple[str, ...]] = {
 
 def switches(place: Place) -> Iterator[Row]:
     """Yield the ratio of baseline to variant: steps in turns, so that clocks and heat affect both alike."""
-    model = MODELS["llama-1b, 2 x 4096"]
     for name, keys in list(SWITCHES.items())[1 : 2 if place.quick else None]:
 
         def measure(keys: tuple[str, ...] = keys) -> Row:
-            both = [Steps(place, spec_of(place, model.preset, [*model.keys(1), key])) for key in keys]
+            both = [steps_of(place, "124m", key) for key in keys]
             return _ratio(place, [each.__call__ for each in both])
 
         yield _shown(place, {"switch": name}, measure)
-    yield {"switch": "cuDNN or flash attention", **_attention_kernels(place, model)}
+    yield {"switch": "cuDNN or flash attention", **_attention_kernels(place)}
 
 
-def _attention_kernels(place: Place, model: Model) -> Row:
+def _attention_kernels(place: Place) -> Row:
     """Compare steps with and without the cuDNN kernel of attention."""
-    steps, flags = Steps(place, spec_of(place, model.preset, model.keys(1))), torch.backends.cuda
+    steps, flags = steps_of(place, "124m"), torch.backends.cuda
 
     def with_cudnn(enabled: bool) -> None:
         flags.enable_cudnn_sdp(enabled)

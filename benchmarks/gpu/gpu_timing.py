@@ -59,9 +59,13 @@ class Place:
     def seconds(self, function: Callable[[], object], budget_s: float = 0.3) -> float:
         """Return the mean seconds of a call, many of which are enqueued one after another."""
         function()
-        once = self._elapsed_s(function, 1)
+        once = self.once_s(function)
         count = 1 if self.quick else max(1, min(1000, int(budget_s / max(once, 1e-6))))
         return self._elapsed_s(function, count) / count
+
+    def once_s(self, function: Callable[[], object]) -> float:
+        """Return the seconds of one call."""
+        return self._elapsed_s(function, 1)
 
     def _elapsed_s(self, function: Callable[[], object], count: int) -> float:
         self.synchronize()
@@ -125,14 +129,23 @@ class Steps:
                 flat.main.normal_(0, 0.02)
         buffers.publish()
 
+    def read(self, tokens: torch.Tensor) -> None:
+        """Take the tokens [samples, length + 1] of the next steps, which are on the device."""
+        rows = tokens.split(len(self.batch[0].tokens))
+        self.batch = [replace(each, tokens=mine) for each, mine in zip(self.batch, rows, strict=True)]
+
     def __call__(self, observer: Observer = no_observer) -> torch.Tensor:
         """Make a step; return the loss."""
         return train_step(self.state, self.batch, 1e-4, self.settings, observer=observer).loss
 
     def measured(self, count: int = 5) -> Row:
-        """Return step time, enqueueing time, tokens per second, MFU and memory, after two steps to warm up."""
+        """Return step time, enqueueing time, tokens per second, MFU and memory, after two steps to warm up.
+
+        The first step also compiles.
+        """
         place, spec = self.place, self.spec
-        for _ in range(1 if place.quick else 2):
+        first_s = place.once_s(self)
+        if not place.quick:
             self()
         steps, enqueued = [], []
         for _ in range(1 if place.quick else count):
@@ -148,6 +161,7 @@ class Steps:
         alone = spec.world_size == 1
         return {
             "step_ms": 1e3 * step_s,
+            "first_s": first_s,
             "enqueue_ms": 1e3 * median(enqueued),
             "tokens_per_s": num_tokens / step_s,
             **({"mfu": tflops / peak} if peak and alone else {}),

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+import zipfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import gpu_day
 import pytest
 import torch
-from gpu import gpu_runs, gpu_sections
+from gpu import gpu_runs, gpu_sections, gpu_steps
 from gpu.gpu_timing import Place, Steps, spec_of
 
 from megatron3d.config.read import read_config
@@ -33,7 +35,10 @@ KEYS: Mapping[str, str] = {
     "numbers": "relative_difference",
     "layouts": "equal",
     "nccl": "recorded",
-    "mfu": "step_ms",
+    "8b": "predicted_gib",
+    "1b": "predicted_gib",
+    "124m": "predicted_gib",
+    "steps": "last_line",
     "ranks": "action_ms",
     "kernels": "proposal",
     "profile": "operation",
@@ -48,7 +53,8 @@ KEYS: Mapping[str, str] = {
 def day(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Results]:
     """Return the folder and the rows of one command with all sections."""
     folder = tmp_path_factory.mktemp("day")
-    command = [sys.executable, "benchmarks/gpu_day.py", "--cpu", "--quick", "--sections", ",".join(KEYS)]
+    command = [sys.executable, "benchmarks/gpu_day.py", "--cpu", "--quick", "--minutes", "15"]
+    command += ["--sections", ",".join(KEYS)]
     done = subprocess.run([*command, "--output", str(folder)], cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return folder, results(folder)
@@ -91,10 +97,59 @@ def test_every_layout_is_one_that_ranks_can_have() -> None:
         assert list(check(config, world_size)) == []
 
 
-def test_every_section_has_a_program_and_a_limit_of_the_ten_minutes() -> None:
-    assert {*gpu_day.SECTIONS, *gpu_day.SECOND} - {"tests", "queue"} == set(gpu_sections.SECTIONS)
-    total_s = sum(section.limit_s for section in gpu_day.SECTIONS.values())
-    assert total_s <= 20 * 60, "even where all sections take their limits, two commands suffice"
+def test_every_section_has_a_program_and_a_place_in_ten_minutes() -> None:
+    """Would catch limits of the first sections that leave none to the later ones."""
+    assert {*gpu_day.SECTIONS, *gpu_day.SECOND} - {"tests", "steps", "queue"} == set(gpu_sections.SECTIONS)
+    assert list(gpu_day.SECTIONS)[-1] == "layouts", "the section that takes what remains is the last one"
+    limits = [section.limit_s for name, section in gpu_day.SECTIONS.items() if name != "layouts"]
+    assert sum(limits) <= 500, "layouts get a hundred seconds even where all others take their limits"
+    assert sum(section.limit_s for section in gpu_day.SECOND.values()) <= 595, "they fit one command"
+
+
+def test_shipped_presets_are_measured() -> None:
+    place = Place(torch.device("cpu"), quick=False, output=Path())
+    for name, presets in gpu_steps.PRESETS.items():
+        assert all((ROOT / f"configs/gpus/{preset}.yaml").exists() for preset in presets.values())
+        config = spec_of(place, gpu_steps.preset_of(place, name), ()).config
+        assert config.model.num_attention_heads * (64 if name == "124m" else 128) == config.model.hidden_size
+
+
+def test_bits_are_compared_where_kernels_give_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN's attention does not, unless the run is deterministic; ranks that share a GPU do not compile."""
+    typed = list[Sequence[str]]()
+    done = subprocess.CompletedProcess([], 0, "", "")
+    monkeypatch.setattr(gpu_runs, "stopped", lambda command, output: typed.append(command) or {"is_right": False})
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: typed.append(command) or done)
+    place = Place(torch.device("cpu"), quick=False, output=tmp_path)
+    list(gpu_runs.program(place))
+    list(gpu_runs.layouts(place))
+    (program, *layouts) = typed
+    assert "train.deterministic_mode=true" in program
+    assert len(layouts) == len(gpu_runs.LAYOUTS) and all("train.compile=false" in command for command in layouts)
+
+
+def wheel(folder: Path, name: str) -> None:
+    with zipfile.ZipFile(folder / f"{name}.whl", "w") as packed:
+        packed.writestr(f"{name.partition('-')[0]}.py", "")
+
+
+def test_wheels_of_this_python_are_unpacked(tmp_path: Path) -> None:
+    """Wheels of another Python, or broken ones, are named; they end nothing, and no pip is needed."""
+    mine, machine = f"cp3{sys.version_info.minor}", platform.machine()
+    built = (f"built-1-{mine}-{mine}-manylinux_2_17_{machine}", f"stable-1-cp38-abi3-linux_{machine}")
+    for name in ("pure-1-py3-none-any", *built, "old-1-cp27-cp27m-linux_x86_64", f"far-1-{mine}-{mine}-win_arm64"):
+        wheel(tmp_path, name)
+    (tmp_path / "broken-1-py3-none-any.whl").write_bytes(b"no archive")
+    folder, left_out = gpu_day.unpacked_wheels(tmp_path)
+    assert folder is not None and {path.stem for path in folder.iterdir()} == {"pure", "built", "stable"}
+    assert [name.partition("-")[0] for name in left_out] == ["broken", "far", "old"]
+
+
+def test_an_inherited_path_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/theirs:/also")
+    assert gpu_day.path_of_python(Path("/wheels")).split(":")[-3:] == ["/wheels", "/theirs", "/also"]
+    monkeypatch.delenv("PYTHONPATH")
+    assert gpu_day.path_of_python(None).split(":") == [str(ROOT), str(ROOT / "benchmarks")]
 
 
 def results(folder: Path) -> Results:
@@ -191,5 +246,5 @@ def test_two_nodes_measure_network_and_bubble_next_to_the_prediction(tmp_path: P
 
 def test_an_unknown_section_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        gpu_day.parse_args(["--sections", "mfu,everything"])
+        gpu_day.parse_args(["--sections", "1b,everything"])
     assert "--sections everything: use some of hardware, tests" in capsys.readouterr().err

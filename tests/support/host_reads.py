@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Operators whose result, or its size, is a value that a GPU has to have computed.
@@ -14,5 +15,10 @@ class NoHostReads(TorchDispatchMode):
     """While entered, an operator that reads a value on the host is an error."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func._schema.name.removeprefix("aten::") not in READS, f"{func} waits for the device"
+        masks = [
+            x for arg in args if isinstance(arg, (list, tuple)) for x in arg if getattr(x, "dtype", None) == torch.bool
+        ]
+        is_sized_by_values = "index" in func._schema.name and masks
+        is_read = func._schema.name.removeprefix("aten::") in READS
+        assert not is_read and not is_sized_by_values, f"{func} waits for the device"
         return func(*args, **kwargs or {})
