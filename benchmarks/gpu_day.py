@@ -167,9 +167,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with (args.folder / "results.jsonl").open("w", encoding="utf-8") as results:
         packages, left_out = unpacked_wheels()
         write(results, {"section": "run", **facts(argv), "wheels_left_out": left_out})
-        python_path = path_of_python(packages)
         for name in args.names:
-            rows += run_section(name, args, python_path, results)
+            rows += run_section(name, args, packages, results)
             (args.folder / "table.txt").write_text("\n".join(table_lines(rows)) + "\n", encoding="utf-8")
     print("\n".join(table_lines(rows)))
     for line in trim(args.folder):
@@ -211,16 +210,24 @@ def unpacked_wheels(folder: Path = WHEELS) -> tuple[Path | None, list[str]]:
     return (into if into.exists() else None), left_out
 
 
-def path_of_python(packages: Path | None) -> str:
-    """Return where sections import from: this repository, unpacked wheels, and what PYTHONPATH has named before."""
-    mine = (ROOT, ROOT / "benchmarks", *([packages] if packages else []))
-    return os.pathsep.join([*map(str, mine), *filter(None, [os.environ.get("PYTHONPATH")])])
+def python_of(packages: Path | None, *environ: str) -> list[str]:
+    """Return the command of a Python that imports from this repository, `packages`, and what PYTHONPATH names."""
+    mine = os.pathsep.join(map(str, (ROOT, ROOT / "benchmarks", *([packages] if packages else []))))
+    return [
+        "sh",
+        "-c",
+        'PYTHONPATH="$0${PYTHONPATH:+:$PYTHONPATH}" exec env "$@"',
+        mine,
+        *environ,
+        sys.executable,
+        "-u",
+    ]
 
 
-def command_of(name: str, args: argparse.Namespace, python_path: str) -> list[str]:
+def command_of(name: str, args: argparse.Namespace, packages: Path | None) -> list[str]:
     """Return the command of a section."""
     section: Section = args.known[name]
-    prefix = ["env", f"PYTHONPATH={python_path}", *section.environ, sys.executable, "-u", *section.program]
+    prefix = [*python_of(packages, *section.environ), *section.program]
     if name in QUICK_TESTS:
         return [*prefix, *(["--on-cpu"] if args.cpu else []), *(["-k", QUICK_TESTS[name]] if args.quick else [])]
     if args.two_nodes:
@@ -233,7 +240,7 @@ def flags_of(args: argparse.Namespace) -> list[str]:
     return [f"--{flag}" for flag in ("cpu", "quick") if getattr(args, flag)]
 
 
-def run_section(name: str, args: argparse.Namespace, python_path: str, results: Any) -> Iterator[Row]:
+def run_section(name: str, args: argparse.Namespace, packages: Path | None, results: Any) -> Iterator[Row]:
     """Run a section; write and yield the rows that it prints, and at its end one with exit code and seconds."""
     begin = time.monotonic()
     limit_s = min(args.known[name].limit_s * (CPU_TIMES if args.cpu else 1), args.end_s - begin)
@@ -243,7 +250,7 @@ def run_section(name: str, args: argparse.Namespace, python_path: str, results: 
         )
         return
     child = subprocess.Popen(
-        command_of(name, args, python_path),
+        command_of(name, args, packages),
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

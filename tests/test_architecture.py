@@ -305,7 +305,7 @@ LIBRARY_ATTRIBUTES = {
     "megatron3d.convert.tokenizer_candidates": {"pre_tokenizer", "decoder", "normalizer"},
     "megatron3d.data.preprocess.tokenizer_training": {"pre_tokenizer", "decoder"},
     "megatron3d.runtime.program": {"stdout", "stderr"},
-    "megatron3d.model.compile": {"forward", "fail_on_recompile_limit_hit"},  # a layer runs its compiled forward
+    "megatron3d.model.compile": {"forward", "fail_on_recompile_limit_hit", "recompile_limit"},
 }
 
 

@@ -30,12 +30,15 @@ class ParamGroup:
 
     Attributes:
         states: a list for each state tensor of the rule.
+        factor: scalar that clips and unscales the gradients: an update that is not skipped multiplies them by it, in
+            the kernel that reads them.  None: 1.
     """
 
     weight_decay: float
     mains: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
     states: tuple[list[Tensor], ...] = ()
+    factor: Tensor | None = None
 
     @property
     def lists(self) -> tuple[list[Tensor], ...]:
@@ -60,6 +63,12 @@ LOW_HALF = 0 if sys.byteorder == "little" else 1
 def update_fused(group: ParamGroup, config: OptimizerConfig, lr: float, num_steps: Tensor, skipped: Tensor) -> None:
     """Update with torch's fused kernel; the moments must have the weights' dtype."""
     exp_avgs, exp_avg_sqs = group.states
+    divisor = None
+    if group.factor is not None and group.grads:
+        if takes_divisor(group.grads[0]):
+            divisor = group.factor.reciprocal()
+        else:
+            torch._foreach_mul_(group.grads, group.factor)
     adamw(
         group.mains,
         group.grads,
@@ -68,6 +77,7 @@ def update_fused(group: ParamGroup, config: OptimizerConfig, lr: float, num_step
         max_exp_avg_sqs=[],
         state_steps=[num_steps.clone() for _ in group.mains],
         fused=True,
+        grad_scale=divisor,
         found_inf=skipped,
         amsgrad=False,
         beta1=config.adam_beta1,
@@ -77,6 +87,14 @@ def update_fused(group: ParamGroup, config: OptimizerConfig, lr: float, num_step
         eps=config.adam_eps,
         maximize=False,
     )
+
+
+def takes_divisor(grad: Tensor) -> bool:
+    """Return whether the fused kernel scales gradients, by a divisor in fp32; on a CPU a pass of its own is faster.
+
+    On Zen 4 the kernel takes 70 ms for 34M elements with a divisor, and 50 ms with a multiplication before it.
+    """
+    return grad.device.type != "cpu" and grad.dtype == torch.float32
 
 
 def update_with_apex(kernel: Callable[..., None]) -> Update:
@@ -101,7 +119,7 @@ def update_with_apex(kernel: Callable[..., None]) -> Update:
             1,  # decoupled weight decay
             1,  # bias correction
             group.weight_decay,
-            torch.ones_like(num_steps),
+            torch.ones_like(num_steps) if group.factor is None else group.factor,
         )
 
     return update
@@ -116,10 +134,11 @@ def update_with_triton(
 
     step = num_steps.double() + 1
     rate, correction = lr / (1 - config.adam_beta1**step), 1 - config.adam_beta2**step
-    scalars = torch.stack((rate, correction, skipped.to(rate.dtype))).float()
+    clip = torch.ones_like(rate) if group.factor is None else group.factor
+    scalars = torch.stack([each.to(rate.dtype) for each in (rate, correction, skipped, clip)]).float()
     factors = 1 - lr * group.weight_decay, config.adam_beta1, config.adam_beta2, config.adam_eps
     for tensors in zip(*group.lists, strict=True):
-        update_tensor(tensors, scalars, _salt(num_steps), factors)
+        update_tensor(tensors, scalars, _salt(num_steps), factors, scales_grads=group.factor is not None)
 
 
 @torch.no_grad()
@@ -129,9 +148,12 @@ def update_chunked(group: ParamGroup, config: OptimizerConfig, lr: float, num_st
     rate, correction = lr / (1 - config.adam_beta1**step), 1 - config.adam_beta2**step
     factors = 1 - lr * group.weight_decay, rate, correction
     salt, is_skipped = _salt(num_steps), skipped != 0
+    factor = None if group.factor is None else torch.where(is_skipped, 1.0, group.factor)
     for tensors in zip(*group.lists, strict=True):
         size = CPU_CHUNK if tensors[0].device.type == "cpu" else GPU_CHUNK
         for g, w, m, v in zip(*(t.split(size) for t in tensors), strict=True):
+            if factor is not None:
+                g.mul_(factor)
             _update_chunk(g, w, m, v, config, factors, salt=salt, is_skipped=is_skipped)
 
 

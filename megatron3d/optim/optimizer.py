@@ -58,12 +58,9 @@ class Optimizer:
             grad_norm: scalar, global norm of the unscaled gradients; those in the buffers are still scaled.
         """
         factor = self._grad_factor(grad_norm)
-        if factor is not None:
-            for flat in self.buffers.flat_buffers:
-                flat.grad.mul_(factor)
         skipped = (~torch.isfinite(grad_norm)).to(torch.float32)
         self.num_steps = self.num_steps.to(skipped.device)
-        for group in self._param_groups():
+        for group in self._param_groups(factor):
             self._update(group, self.config, lr, self.num_steps, skipped)
         self.num_steps += 1 - skipped
         if self.loss_scale is not None:
@@ -80,10 +77,11 @@ class Optimizer:
             return clipping
         return scale.reciprocal() if clipping is None else clipping / scale
 
-    def _param_groups(self) -> list[ParamGroup]:
+    def _param_groups(self, factor: Tensor | None) -> list[ParamGroup]:
         """Return the groups of the rule with this rank's tensors."""
+        decay, num_states = self.config.weight_decay, len(self.state)
         groups = [
-            ParamGroup(self.config.weight_decay if each.decays else 0.0, states=tuple([] for _ in self.state))
+            ParamGroup(decay if each.decays else 0.0, states=tuple([] for _ in range(num_states)), factor=factor)
             for each in self.rule.groups
         ]
         for flat, views, *states in zip(self.buffers.flat_buffers, self._views, *self.state.values(), strict=True):

@@ -18,14 +18,20 @@ OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 @triton.jit
 def adamw_kernel(
     grads, mains, exp_avgs, exp_avg_sqs, scalars, salt, numel, decay, beta1, beta2, eps, FIRST_IS_BF16: tl.constexpr,
-    SECOND_IS_BF16: tl.constexpr, BLOCK: tl.constexpr,
+    SECOND_IS_BF16: tl.constexpr, SCALES_GRADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update one block; bf16 moments come as int16.  `scalars`: corrected rate, second correction, skipped."""
+    """Update one block; bf16 moments come as int16.
+
+    `scalars`: corrected rate, second correction, skipped, and the factor of the gradients.
+    """
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_here = place < numel
     rate, correction = tl.load(scalars), tl.load(scalars + 1)
     is_updated = place < tl.where(tl.load(scalars + 2) == 0.0, numel, 0)
     g = tl.load(grads + place, mask=is_here, other=0.0)
+    if SCALES_GRADS:
+        g = g * tl.load(scalars + 3)
+        tl.store(grads + place, g, mask=is_updated)
     w = tl.load(mains + place, mask=is_here, other=0.0)
     x = (w.to(tl.uint32, bitcast=True) & 0xFFFF0000) | (g.to(tl.uint32, bitcast=True) >> 16)
     x = x + tl.load(salt).to(tl.uint32, bitcast=True)
@@ -59,17 +65,21 @@ def update_tensor(
     scalars: Tensor,
     salt: Tensor,
     factors: tuple[float, float, float, float],
+    *,
+    scales_grads: bool,
 ) -> None:
     """Update flat fp32 weights and their moments.
 
     Args:
         tensors: gradients, weights, first and second moments.
-        scalars: fp32, corrected learning rate, correction of the second moment, and 0 unless the update is skipped.
+        scalars: fp32, corrected learning rate, correction of the second moment, 0 unless the update is skipped, and
+            the factor of the gradients.
         factors: factor of the weights by weight decay, beta1, beta2 and eps.
+        scales_grads: the gradients are multiplied by their factor.
     """
     g, w, *moments = tensors
     is_bf16 = [moment.dtype == torch.bfloat16 for moment in moments]
     m, v = (t.view(torch.int16) if narrow else t for t, narrow in zip(moments, is_bf16, strict=True))
     if numel := w.numel():
         grid = (triton.cdiv(numel, BLOCK),)
-        adamw_kernel[grid](g, w, m, v, scalars, salt, numel, *factors, *is_bf16, BLOCK, **OPTIONS)
+        adamw_kernel[grid](g, w, m, v, scalars, salt, numel, *factors, *is_bf16, scales_grads, BLOCK, **OPTIONS)

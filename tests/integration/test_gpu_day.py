@@ -146,10 +146,15 @@ def test_wheels_of_this_python_are_unpacked(tmp_path: Path) -> None:
 
 
 def test_an_inherited_path_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    shows = ["-c", "import os; print(os.environ['PYTHONPATH'], os.environ['A'])"]
+
+    def path(packages: Path | None) -> str:
+        return subprocess.run([*gpu_day.python_of(packages, "A=1"), *shows], capture_output=True, text=True).stdout
+
     monkeypatch.setenv("PYTHONPATH", "/theirs:/also")
-    assert gpu_day.path_of_python(Path("/wheels")).split(":")[-3:] == ["/wheels", "/theirs", "/also"]
+    assert path(Path("/wheels")) == f"{ROOT}:{ROOT}/benchmarks:/wheels:/theirs:/also 1\n"
     monkeypatch.delenv("PYTHONPATH")
-    assert gpu_day.path_of_python(None).split(":") == [str(ROOT), str(ROOT / "benchmarks")]
+    assert path(None) == f"{ROOT}:{ROOT}/benchmarks 1\n"
 
 
 def results(folder: Path) -> Results:
@@ -205,7 +210,7 @@ def test_two_nodes_run_the_same_sections() -> None:
     assert args[0].names == args[1].names == ["network", *gpu_day.TWO]
     ports = set()
     for name in args[0].names:
-        one, other = (gpu_day.command_of(name, each, "") for each in args)
+        one, other = (gpu_day.command_of(name, each, None) for each in args)
         assert {*one} ^ {*other} == {"0", "1"} and "node0" in one
         ports.add(one[one.index("--master-port") + 1])
     assert len(ports) == len(args[0].names)

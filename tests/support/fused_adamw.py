@@ -25,7 +25,7 @@ def random(size: int, seed: int) -> Tensor:
 
 
 def updated(update: Update, dtypes: tuple[torch.dtype, torch.dtype]) -> list[list[Tensor]]:
-    """Return weights and moments after four updates, of which the third is skipped."""
+    """Return weights and moments after four updates, of which the third is skipped and the second and fourth clip."""
     group = ParamGroup(0.3, states=([], []))
     for seed, size in enumerate(SIZES):
         for tensors, dtype in zip(group.lists, (torch.float32, torch.float32, *dtypes), strict=True):
@@ -34,6 +34,7 @@ def updated(update: Update, dtypes: tuple[torch.dtype, torch.dtype]) -> list[lis
     for step, skipped in enumerate((0.0, 0.0, 1.0, 0.0)):
         for seed, grad in enumerate(group.grads):
             grad.copy_(random(len(grad), 10 * step + seed) if not skipped else torch.full_like(grad, torch.inf))
+        group.factor = torch.tensor(0.3) if step % 2 else None
         update(group, CONFIG, 0.1, num_steps, torch.tensor(skipped))
         num_steps = num_steps + 1 - skipped
     return list(group.lists[1:])
@@ -59,7 +60,7 @@ def compiled() -> dict[str, str]:
     """Return the PTX for moments in bf16 by compute capability."""
     pointers = {"grads": "*fp32", "mains": "*fp32", "exp_avgs": "*i16", "exp_avg_sqs": "*i16", "scalars": "*fp32"}
     numbers = {"salt": "*i32", "numel": "i32", "decay": "fp32", "beta1": "fp32", "beta2": "fp32", "eps": "fp32"}
-    constants = {"FIRST_IS_BF16": True, "SECOND_IS_BF16": True, "BLOCK": triton_adamw.BLOCK}
+    constants = {"FIRST_IS_BF16": True, "SECOND_IS_BF16": True, "SCALES_GRADS": True, "BLOCK": triton_adamw.BLOCK}
     kernel, options = triton_adamw.adamw_kernel, triton_adamw.OPTIONS
     return {str(sm): assemble(kernel, {**pointers, **numbers}, constants, options, sm) for sm in (80, 90)}
 

@@ -128,6 +128,28 @@ def test_a_skipped_update_changes_nothing(name: str, bad: float) -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, snapshot(group), strict=True))
 
 
+@pytest.mark.parametrize("name", [*UPDATES, "fused, as on a GPU"])
+def test_a_factor_scales_the_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are left scaled, as reports of them expect; a skipped update changes no gradient in its kernel."""
+    if name not in UPDATES:
+        monkeypatch.setattr(adamw, "takes_divisor", lambda grad: True)
+    update, main, moments = UPDATES[name.partition(",")[0]]
+    plain, scaled, factor = build(main, moments), build(main, moments), torch.tensor(0.375, dtype=main)
+    for step in range(3):
+        for group in (plain, scaled):
+            give_gradients(group, step)
+        for grad in plain.grads:
+            grad.mul_(factor)
+        scaled.factor = factor
+        for group in (plain, scaled):
+            update(group, CONFIG, 0.1, torch.tensor(float(step)), MADE)
+        for a, b in zip((*plain.grads, *snapshot(plain)), (*scaled.grads, *snapshot(scaled)), strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-7)
+    before = [grad.clone() for grad in scaled.grads]
+    update(scaled, CONFIG, 0.1, torch.tensor(3.0), SKIPPED)
+    assert name == "fused" or all(torch.equal(a, b) for a, b in zip(before, scaled.grads, strict=True))
+
+
 @pytest.mark.parametrize("name", UPDATES)
 def test_an_empty_update_is_not_an_error(name: str) -> None:
     update, main, moments = UPDATES[name]

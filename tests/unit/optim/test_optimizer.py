@@ -160,18 +160,19 @@ def test_scaled_gradients_give_the_update_of_unscaled_ones(clip_grad: float, sca
 
 
 @pytest.mark.parametrize(
-    "clip_grad,precision,passes", [(0.0, "fp32", 0), (1.0, "fp32", 1), (0.0, "fp16", 1), (1.0, "fp16", 1)]
+    "clip_grad,precision,scales", [(0.0, "fp32", False), (1.0, "fp32", True), (0.0, "fp16", True), (1.0, "fp16", True)]
 )
-def test_gradients_are_multiplied_once_or_not_at_all(
-    clip_grad: float, precision: str, passes: int, monkeypatch: pytest.MonkeyPatch
+def test_gradients_are_multiplied_by_the_kernel_of_the_update(
+    clip_grad: float, precision: str, scales: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Clipping and unscaling take no pass of their own over the gradients."""
     _, buffers, optimizer = build(OptimizerConfig(clip_grad=clip_grad), loss_scale=scaled_by(precision=precision))
     norm, versions = give_gradients(buffers, 1), [flat.grad._version for flat in buffers.flat_buffers]
-    monkeypatch.setattr(optimizer, "_update", lambda *_: None)
+    factors = []
+    monkeypatch.setattr(optimizer, "_update", lambda group, *_: factors.append(group.factor))
     optimizer.step(norm, 0.1)
-    assert [flat.grad._version - before for flat, before in zip(buffers.flat_buffers, versions, strict=True)] == [
-        passes for _ in buffers.flat_buffers
-    ]
+    assert [flat.grad._version for flat in buffers.flat_buffers] == versions
+    assert len(factors) == 2 and all((factor is not None) == scales for factor in factors)
 
 
 def test_the_loss_scale_halves_with_skipped_updates_until_one_is_made() -> None:
