@@ -45,20 +45,25 @@ def _add_rows(buffer: MainGrad, rows_M: Tensor, dy_MH: Tensor) -> None:
     into_VH, holds_gradient = buffer.open()
     if not holds_gradient:
         into_VH.zero_()
-    add = _add_sorted if into_VH.is_cuda else _add_sums
-    add(into_VH, rows_M, dy_MH.to(into_VH.dtype))
+    _add_sums(into_VH, rows_M, dy_MH.to(into_VH.dtype))
     buffer.close()
 
 
-def _add_sorted(into_VH: Tensor, rows_M: Tensor, dy_MH: Tensor) -> None:
-    """Add by one kernel that sorts the rows; `index_add_` uses atomics on a GPU, so that sums differ between runs."""
-    into_VH.index_put_((rows_M,), dy_MH, accumulate=True)
+def _sums(dy_MH: Tensor, rows_M: Tensor, num_rows: int) -> Tensor:
+    """Return the sum of the gradients of each of the rows [rows, H].
+
+    On GPUs this kernel of torch sorts the tokens and adds pieces of a frequent token's gradients in parallel, in a
+    fixed order: `index_add_` uses atomics there, and `index_put_` adds all of one token one after another.
+    """
+    sums: Tensor = torch.ops.aten.embedding_dense_backward(dy_MH, rows_M, num_rows, -1, False)
+    return sums
 
 
 def _add_sums(into_VH: Tensor, rows_M: Tensor, dy_MH: Tensor) -> None:
     """Add the sum of each distinct row once, which rounds like adding a gradient of the table's size.
 
-    Sums that no row needs are zero and are added to row 0, so that shapes do not depend on the values.
+    Sums that no row needs are zero and are added to any rows, so that shapes do not depend on the values.  A row gets
+    one sum that may not be zero, so that the order of additions changes nothing.
     """
     if not len(rows_M):
         return
@@ -66,10 +71,9 @@ def _add_sums(into_VH: Tensor, rows_M: Tensor, dy_MH: Tensor) -> None:
     is_new_M = sorted_M.diff(prepend=sorted_M[:1]) != 0
     place_M = is_new_M.cumsum(0)
     num_sums = min(len(rows_M), len(into_VH))
-    row_U = torch.zeros(num_sums, dtype=torch.int64, device=rows_M.device).scatter_(0, place_M, sorted_M)
+    row_U = torch.arange(num_sums, device=rows_M.device).scatter_(0, place_M, sorted_M)
     place_M = torch.empty_like(place_M).scatter_(0, order_M, place_M)
-    sums_UH = dy_MH.new_zeros((num_sums, dy_MH.shape[1])).index_add_(0, place_M, dy_MH)
-    into_VH.index_add_(0, row_U, sums_UH)
+    into_VH.index_add_(0, row_U, _sums(dy_MH, place_M, num_sums))
 
 
 class _Embedding(torch.autograd.Function):
@@ -107,8 +111,7 @@ class _Embedding(torch.autograd.Function):
         if ctx.buffer is not None and not ctx.plan.w:
             _add_rows(ctx.buffer, rows_M, dy)
             return None, None, *unused
-        dw = torch.zeros((ctx.num_rows, dy.shape[1]), dtype=_wide(dy.dtype), device=dy.device)
-        dw = dw.index_add_(0, rows_M, dy.to(dw.dtype)).to(dy.dtype)
+        dw = _sums(dy.to(_wide(dy.dtype)), rows_M, ctx.num_rows).to(dy.dtype)
         dw = reduce(dw, moves(ctx.plan.w), W_DIMS, ctx.comm).wait()
         if ctx.buffer is None:
             return None, dw, *unused

@@ -15,7 +15,6 @@ from torch import Tensor
 from megatron3d.comm.interface import Comm
 from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.linear.main_grad import MainGrads
-from megatron3d.ops import embedding as embedding_module
 from megatron3d.ops.embedding import embedding
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Mesh
@@ -128,12 +127,6 @@ def accumulated(dtype: torch.dtype, num_microbatches: int, has_gradient: bool = 
 def test_main_grad_has_every_bit_of_gradients_of_the_tables_size(dtype: torch.dtype, has_gradient: bool) -> None:
     found, expected = accumulated(dtype, 3, has_gradient)
     assert torch.equal(found, expected)
-
-
-def test_the_kernel_of_gpus_adds_the_same_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embedding_module, "_add_sums", embedding_module._add_sorted)
-    found, expected = accumulated(torch.float64, 3)
-    torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 8])
