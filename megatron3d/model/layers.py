@@ -267,6 +267,6 @@ _OPAQUE: Mapping[type[nn.Module], Callable[[Any], bool]] = {
         or bool(m.heads.gather_axes or m.context)
     ),
     LatentAttention: lambda m: bool(m.plan.k or m.plan.n),
-    MLP: lambda m: m.recomputes_activation,
+    MLP: lambda m: m.recomputes_activation and not (m.fc1.matmul.is_plain and m.fc2.matmul.is_plain),
     MoE: lambda m: True,
 }

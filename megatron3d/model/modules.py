@@ -33,7 +33,7 @@ from megatron3d.model.router_state import RouterState
 from megatron3d.model.spec import MLP_ACT, NO_RECOMPUTE, Architecture, Recompute
 from megatron3d.ops.dropout import derive_seed, dropout, keep_mask
 from megatron3d.ops.norm import TORCH_NORMS, NormKernels, norm
-from megatron3d.ops.recompute import recompute_from_input
+from megatron3d.ops.recompute import recompute_from_input, recomputed
 from megatron3d.parallel.layout import ParamSpec, span
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Axes
@@ -177,7 +177,10 @@ class MLP(nn.Module):
 
     def forward(self, x_MH: Tensor, at: Pass) -> Tensor:
         y_MF = self.fc1(x_MH)
-        a_MF = self.activation(y_MF)
-        with recompute_from_input(self.activation, y_MF, a_MF) if self.recomputes_activation else nullcontext():
-            y_MH: Tensor = self.fc2(a_MF)
+        if self.recomputes_activation and torch.compiler.is_compiling():  # no hook is part of a graph
+            y_MH: Tensor = self.fc2(recomputed(self.activation, y_MF))
+        else:
+            a_MF = self.activation(y_MF)
+            with recompute_from_input(self.activation, y_MF, a_MF) if self.recomputes_activation else nullcontext():
+                y_MH = self.fc2(a_MF)
         return y_MH

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -30,6 +31,7 @@ from megatron3d.model.modules import Linear
 from megatron3d.train.state import TrainState, build_state, connect
 from megatron3d.verify.layouts import trace
 from tests.support.pool import Pool
+from tests.support.shards import normal
 
 # torch's tracer and compiler emit warnings about themselves, which they hide only where warnings are not errors.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::DeprecationWarning:torch")
@@ -317,6 +319,52 @@ def as_autograd_differentiates(graph: fx.GraphModule, inputs: Sequence[Tensor]) 
 
     found: Graph = aot_autograd(fw_compiler=lambda graph, inputs: graph)(graph, inputs)
     return found
+
+
+def as_inductor_divides(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Graph:
+    """Choose what forward keeps for backward as Inductor does, but run both as they are."""
+    from functorch.compile import min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+
+    compile_graph = aot_autograd(
+        fw_compiler=lambda graph, inputs: graph, partition_fn=min_cut_rematerialization_partition
+    )
+    found: Graph = compile_graph(graph, inputs)
+    return found
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_a_recomputed_activation_is_part_of_the_graph(activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch an MLP that runs eagerly, and an output of the activation that the graph keeps for backward."""
+    compilers: list[Compiler] = []
+
+    def make(*args: Any, **kwargs: Any) -> Compiler:
+        compilers.append(Compiler(*args, backend=as_inductor_divides, **kwargs))
+        return compilers[-1]
+
+    monkeypatch.setattr("megatron3d.train.state.Compiler", make)
+    model = {"family": "llama", "num_layers": 1, "hidden_size": 16, "num_attention_heads": 4, "seq_length": 8}
+    model |= {"ffn_hidden_size": 40, "activation": activation}
+    results, kept = [], []
+    for compiles, modules in ((False, ["mlp_act"]), (True, ["mlp_act"]), (True, None)):
+        train = {"global_batch_size": 1, "micro_batch_size": 1, "precision": "fp64", "compile": compiles}
+        if modules:
+            train |= {"recompute_granularity": "selective", "recompute_modules": modules}
+        spec = RunSpec(Config.model_validate({"model": model, "train": train}), 1, 61, 0)
+        state = build_state(spec, connect(spec), torch.device("cpu"))
+        at = state.model.begin(torch.zeros(1, 9, dtype=torch.int64), 8)
+        state.buffers.begin_step(1)
+        x_MH, saved = normal(8, 16, seed=1).requires_grad_(), list[Tensor]()
+        with saved_tensors_hooks(lambda t, saved=saved: saved.append(t) or t, lambda t: t):
+            y_MH = state.model.layers["0"](x_MH, at)
+        y_MH.backward(normal(8, 16, seed=2))
+        kept.append(len({t.data_ptr() for t in saved if t.shape == (8, 40)}))
+        results.append((y_MH, x_MH.grad, *(flat.grad for flat in state.buffers.flat_buffers)))
+    assert [each.num_graphs for each in compilers] == [1, 1]
+    assert kept[2] == kept[1] + 1, "without recomputation also the output of the activation"
+    for compiled in results[1:]:
+        for a, b in zip(compiled, results[0], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(("family", "precision"), [("gpt2", "fp64"), ("gpt2", "bf16"), ("llama", "fp32")])
