@@ -136,6 +136,18 @@ def bucket_bytes(bucket_mb: float | None, data_ranks: int, on_gpu: bool) -> floa
     return bucket_mb * 2**20
 
 
+SHARD_MULTIPLE, LEAST_ALIGNED = 128, 2**13
+"""Elements that the length of a flat shard is a multiple of, from this length on: NCCL and vectorized kernels are fast
+where a shard begins at a multiple of 16 bytes.  Shorter shards would be mostly padding, and take a latency anyway."""
+
+
+def shard_numel(size: int, num_shards: int) -> int:
+    """Return the elements of each of some equal shards of a flat tensor, padding included."""
+    part = -(-size // num_shards)
+    is_short = num_shards == 1 or part < LEAST_ALIGNED
+    return part if is_short else -(-part // SHARD_MULTIPLE) * SHARD_MULTIPLE
+
+
 @dataclass(frozen=True)
 class Sharding:
     """State that is sharded, and the axes it is sharded over; without axes it is replicated (ZeRO stage 0).

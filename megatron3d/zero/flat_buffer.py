@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron3d.comm.interface import Comm, Pending
-from megatron3d.parallel.layout import ParamSpec, Sharding
+from megatron3d.parallel.layout import ParamSpec, Sharding, shard_numel
 from megatron3d.parallel.mesh import PIPELINE, Axes, Link, Mesh
 
 
@@ -75,7 +75,7 @@ class FlatBuffer:
     """Flat buffer of parameters, master weights and gradients.
 
     Attributes:
-        params: padded to equal shards; without memory while parameters are sharded and not in use.
+        params: padded to equal shards of aligned lengths; without memory while parameters are sharded and not in use.
         main: this rank's shard of the master weights; a view of `params` (`is_view`) where the dtypes are equal.
         grad: this rank's shard of main_grad; if gradients are sharded, it is valid until the next step starts.
         spans: range of each parameter in `params`: first those with weight decay, then the others.
@@ -93,7 +93,7 @@ class FlatBuffer:
             start, self.size = self.size, self.size + local_numel(spec, mesh)
             self.spans[name] = start, self.size
         ranks, index = mesh.size(sharding.axes), mesh.index(sharding.axes)
-        part = -(-self.size // ranks)
+        part = shard_numel(self.size, ranks)
         self.shard, self.numel = slice(index * part, (index + 1) * part), ranks * part
         self.main_dtype = torch.promote_types(dtype, torch.float32)
         self.params = torch.zeros(self.numel, dtype=dtype, device=device)

@@ -47,7 +47,7 @@ from megatron3d.forecast.time.practices import OURS, ExecutionProfile
 from megatron3d.linear.overlap_plan import async_plan
 from megatron3d.model.param_spec import stage_specs
 from megatron3d.model.stage_plan import Stage
-from megatron3d.parallel.layout import ParamSpec
+from megatron3d.parallel.layout import ParamSpec, shard_numel
 from megatron3d.parallel.mesh import PIPELINE, Axes
 from megatron3d.parallel.parallel_state import ParallelState
 from megatron3d.pipeline.actions import RECEIVES, SENDS, Action, ActionKind, stage_to_rank
@@ -268,7 +268,7 @@ class FlatBufferSize(NamedTuple):
     @property
     def shard(self) -> int:
         """Elements of a rank's shard, padding included."""
-        return -(-self.size // self.num_shards)
+        return shard_numel(self.size, self.num_shards)
 
 
 def flat_buffer_sizes(step: StepSpec) -> list[FlatBufferSize]:
