@@ -81,10 +81,14 @@ def is_shared(highest: list[int]) -> bool:
 
 
 def _can_read_peers(device: torch.device) -> bool:
+    """Return whether a GPU reads the memory of all others that this process sees.
+
+    A process that sees one GPU, as a launcher may bind it, cannot know.
+    """
     if device.type == "cpu" or torch.version.hip:
         return False
-    visible = range(torch.cuda.device_count())
-    return all(torch.cuda.can_device_access_peer(device, other) for other in visible if other != device.index)
+    others = [other for other in range(torch.cuda.device_count()) if other != device.index]
+    return bool(others) and all(torch.cuda.can_device_access_peer(device, other) for other in others)
 
 
 def fused_all_gather_matmul(a_MK: Tensor, b_NK: Tensor, group: dist.ProcessGroup) -> GatheredProduct:

@@ -116,6 +116,8 @@ def variables(timeout_s: float) -> tuple[Variable, ...]:
         # Segments of fixed sizes leave holes when sizes change (evaluation, ramps, offload); expandable ones are mapped
         # page by page.
         Variable("PYTORCH_ALLOC_CONF", "expandable_segments:True", ("PYTORCH_CUDA_ALLOC_CONF",), "GPU allocator"),
+        # Every process group has a stream.  Streams that share one of the 8 queues of the default wait for each other.
+        Variable("CUDA_DEVICE_MAX_CONNECTIONS", "32", fact="GPU hardware queues"),
         Variable("TORCH_FR_BUFFER_SIZE", "2000", ("TORCH_NCCL_TRACE_BUFFER_SIZE",), "collectives in flight recorder"),
         Variable("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", f"{timeout_s + MONITOR_GRACE_S:.0f}"),
     )

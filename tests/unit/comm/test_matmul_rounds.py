@@ -194,6 +194,17 @@ def test_cpus_share_no_symmetric_memory() -> None:
     assert node == -minus and cannot
 
 
+@pytest.mark.parametrize(("num_visible", "far", "shared"), [(1, (), False), (4, (), True), (4, (3,), False)])
+def test_gpus_share_symmetric_memory_if_each_reads_all_others(
+    num_visible: int, far: tuple[int, ...], shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that sees its own GPU alone would say so of none."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_visible)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, other: other not in far)
+    _, _, cannot = matmul_rounds.votes(torch.device("cuda", 0))
+    assert cannot != shared
+
+
 class Fallbacks:
     """torch's own plain forms of its fused operators, with their signatures."""
 
