@@ -60,7 +60,10 @@ class Optimizer:
         factor = self._grad_factor(grad_norm)
         skipped = (~torch.isfinite(grad_norm)).to(torch.float32)
         self.num_steps = self.num_steps.to(skipped.device)
-        for group in self._param_groups(factor):
+        for group in self._param_groups(factor if self.rule.scales_grads else None):
+            if factor is not None and not self.rule.scales_grads:
+                for grad in group.grads:
+                    grad.mul_(factor)
             self._update(group, self.config, lr, self.num_steps, skipped)
         self.num_steps += 1 - skipped
         if self.loss_scale is not None:

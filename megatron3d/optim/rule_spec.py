@@ -54,6 +54,7 @@ class UpdateRule:
     Attributes:
         moved_bytes: bytes that a step reads and writes per parameter, in fp32.
         flops: FLOPs of a step per parameter.
+        scales_grads: kernels of the update clip and unscale gradients; otherwise a pass before them does.
         is_elementwise: an update sees flat shards; otherwise whole logical tensors, which no rank may shard.
         chunk_bytes: bytes per element of a chunk that the update allocates if state is narrower than the weights.
     """
@@ -62,6 +63,7 @@ class UpdateRule:
     states: tuple[StateTensor, ...]
     moved_bytes: float
     flops: float
+    scales_grads: bool = False
     is_elementwise: bool = True
     chunk_bytes: int = 0
     groups: tuple[GroupSpec, ...] = BY_WEIGHT_DECAY
@@ -77,6 +79,7 @@ _ADAM = UpdateRule(
     (StateTensor("exp_avg", "exp_avg_dtype"), StateTensor("exp_avg_sq", "exp_avg_sq_dtype")),
     moved_bytes=16 + 12,  # read gradient, weight and moments; write weight and moments
     flops=14,
+    scales_grads=True,
     chunk_bytes=20,  # what the update holds when it computes, and when it rounds a moment
 )
 RULES: Mapping[str, UpdateRule] = {rule.name: rule for rule in (_ADAM,)}

@@ -323,8 +323,8 @@ def as_autograd_differentiates(graph: fx.GraphModule, inputs: Sequence[Tensor]) 
 
 def as_inductor_divides(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Graph:
     """Choose what forward keeps for backward as Inductor does, but run both as they are."""
-    from functorch.compile import min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     compile_graph = aot_autograd(
         fw_compiler=lambda graph, inputs: graph, partition_fn=min_cut_rematerialization_partition
@@ -333,13 +333,18 @@ def as_inductor_divides(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Grap
     return found
 
 
+def noted(saved: list[Tensor], t: Tensor) -> Tensor:
+    saved.append(t)
+    return t
+
+
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 def test_a_recomputed_activation_is_part_of_the_graph(activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch an MLP that runs eagerly, and an output of the activation that the graph keeps for backward."""
     compilers: list[Compiler] = []
 
-    def make(*args: Any, **kwargs: Any) -> Compiler:
-        compilers.append(Compiler(*args, backend=as_inductor_divides, **kwargs))
+    def make(is_opaque_one: Callable[[nn.Module], bool], has_one_length: bool) -> Compiler:
+        compilers.append(Compiler(is_opaque_one, as_inductor_divides, has_one_length))
         return compilers[-1]
 
     monkeypatch.setattr("megatron3d.train.state.Compiler", make)
@@ -355,7 +360,7 @@ def test_a_recomputed_activation_is_part_of_the_graph(activation: str, monkeypat
         at = state.model.begin(torch.zeros(1, 9, dtype=torch.int64), 8)
         state.buffers.begin_step(1)
         x_MH, saved = normal(8, 16, seed=1).requires_grad_(), list[Tensor]()
-        with saved_tensors_hooks(lambda t, saved=saved: saved.append(t) or t, lambda t: t):
+        with saved_tensors_hooks(partial(noted, saved), lambda t: t):
             y_MH = state.model.layers["0"](x_MH, at)
         y_MH.backward(normal(8, 16, seed=2))
         kept.append(len({t.data_ptr() for t in saved if t.shape == (8, 40)}))

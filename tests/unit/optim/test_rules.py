@@ -203,6 +203,15 @@ def test_a_rule_on_matrices_sees_every_logical_tensor_as_a_whole() -> None:
     assert num_matrices > sum(len(spec.layout) == 2 for spec in buffers.specs.values())
 
 
+def test_a_rule_that_knows_nothing_of_clipping_is_given_clipped_gradients() -> None:
+    state = build(configure("one rank", "sign", clip_grad=0.5))
+    for _, _, values in state.buffers.shards("grad"):
+        values.fill_(4.0)
+    state.optimizer.step(torch.tensor(2.0), 1.0)
+    for _, _, values in state.buffers.shards("grad"):
+        torch.testing.assert_close(values, torch.ones_like(values), rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("layout", ["ZeRO 1", "ZeRO 3"])
 def test_a_rule_on_matrices_refuses_a_layout_that_shards_them(layout: str) -> None:
     message = r"^optimizer\.optimizer=spectral: it updates whole tensors, but .* is sharded over .*data"

@@ -15,7 +15,8 @@ import torch
 
 from megatron3d.train import loop
 from megatron3d.train.monitor.monitor import Monitor
-from megatron3d.train.step import HostNumbers, Readout, StepResult
+from megatron3d.train.rollback import Rollbacks
+from megatron3d.train.step import HostNumbers, Readout, StepResult, train_step
 from tests.support.host_reads import NoHostReads
 from tests.support.tiny_run import run, write_config
 
@@ -34,9 +35,9 @@ def test_nothing_between_reports_waits_for_the_device(
 
         return call
 
-    monkeypatch.setattr(loop, "train_step", guarded(loop.train_step))
+    monkeypatch.setattr(loop, "train_step", guarded(train_step))
     monkeypatch.setattr(loop, "Readout", guarded(Readout))
-    reads = ((Monitor, "end_step"), (loop.Rollbacks, "after_step"), (loop.ExitLimits, "end_after"))
+    reads = ((Monitor, "end_step"), (Rollbacks, "after_step"), (loop.ExitLimits, "end_after"))
     for owner, name in reads:
         monkeypatch.setattr(owner, name, guarded(getattr(owner, name)))
     spikes = ("train.rollback_loss_spike_score=50", "checkpoint.save_interval=2")
@@ -47,7 +48,7 @@ def test_nothing_between_reports_waits_for_the_device(
 
 def test_a_step_is_read_when_the_next_one_is_enqueued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The copy starts before the next step, so that it does not wait for that one."""
-    happened, step = list[str](), loop.train_step
+    happened = list[str]()
 
     class Logged(Readout):
         def __init__(self, result: StepResult) -> None:
@@ -61,7 +62,7 @@ def test_a_step_is_read_when_the_next_one_is_enqueued(tmp_path: Path, monkeypatc
 
     def logged(*args: Any, **kwargs: Any) -> StepResult:
         happened.append("step")
-        return step(*args, **kwargs)
+        return train_step(*args, **kwargs)
 
     monkeypatch.setattr(loop, "train_step", logged)
     monkeypatch.setattr(loop, "Readout", Logged)
