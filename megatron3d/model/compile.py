@@ -1,6 +1,6 @@
 """torch.compile for the layers of a model; what cannot be compiled ends the run with the reason and a way out.
 
-    one graph for all layers of one kind;  a module that communicates stays eager and splits the graph
+    one graph for all layers of one kind;  a module that communicates stays eager, but for its activation, and splits it
 
 No part falls back to eager execution: a run would be slower, for days, than its configuration says.
 """
@@ -24,6 +24,8 @@ WAY_OUT = (
 )
 # Graphs of one piece of code, of which torch allows 8: a layer has one for each kind and length, trained and evaluated.
 MAX_GRAPHS = 64
+# Attribute of a module with its activation, a function of one tensor that is worth a kernel of its own.
+ACTIVATION = "activation"
 
 
 def inductor(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Graph:
@@ -68,6 +70,7 @@ class Compiler:
         torch._dynamo.config.recompile_limit = MAX_GRAPHS
         self._is_opaque, self._compile = is_opaque, backend
         self._dynamic = False if has_one_length else None
+        self._activations: dict[Callable[..., Any], Callable[..., Any]] = {}
         self._opaque_classes: dict[type[nn.Module], Callable[[nn.Module], nn.Module]] = {}
         self.num_graphs = 0
 
@@ -76,29 +79,45 @@ class Compiler:
 
         A call raises UserError if the block cannot be compiled, as one graph where no module in it is opaque.
         """
-        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
-
         for module in block.modules():
             _compute_cached(module)
         is_whole = not any(map(self._is_opaque, block.modules()))
         self._replace_opaque(block)
-        compiled = torch.compile(block.forward, backend=self._backend, fullgraph=is_whole, dynamic=self._dynamic)
+        block.forward = self._compiled(block.forward, is_whole, self._dynamic)
+        return block
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
+    def _compiled(self, function: Callable[..., Any], is_whole: bool, dynamic: bool | None) -> Callable[..., Any]:
+        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+        compiled = torch.compile(function, backend=self._backend, fullgraph=is_whole, dynamic=dynamic)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
             try:
                 return compiled(*args, **kwargs)
             except (TorchDynamoException, FailOnRecompileLimitHit) as error:
                 raise UserError(f"train.compile: a layer cannot be compiled ({_reason(error)}): {WAY_OUT}") from error
 
-        block.forward = forward
-        return block
+        return call
 
     def _replace_opaque(self, parent: nn.Module) -> None:
-        """Replace each opaque child by an equivalent module that the compiler leaves out of the graph."""
+        """Replace each opaque child by an equivalent module that the compiler leaves out of the graph.
+
+        Activations in it are compiled by themselves, for any number of rows.
+        """
         for name, child in parent.named_children():
             self._replace_opaque(child)
             if self._is_opaque(child):
-                parent.register_module(name, self._opaque_class(type(child))(child))
+                opaque = self._opaque_class(type(child))(child)
+                parent.register_module(name, opaque)
+                for held in map(vars, opaque.modules()):
+                    if (plain := held.get(ACTIVATION)) and plain not in self._activations.values():
+                        held[ACTIVATION] = self._activation(plain)
+
+    def _activation(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the compiled activation, one for all modules that have it."""
+        if plain not in self._activations:
+            self._activations[plain] = self._compiled(plain, True, True)
+        return self._activations[plain]
 
     def _opaque_class(self, plain: type[nn.Module]) -> Callable[[nn.Module], nn.Module]:
         """Return a subclass of `plain` whose forward is never compiled.

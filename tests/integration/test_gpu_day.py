@@ -14,13 +14,13 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import gpu_day
 import pytest
 import torch
-from gpu import gpu_runs, gpu_sections, gpu_steps
+from gpu import gpu_kernels, gpu_runs, gpu_sections, gpu_steps
 from gpu.gpu_timing import Place, Steps, spec_of
 
 from megatron3d.config.read import read_config
@@ -104,6 +104,16 @@ def test_every_section_has_a_program_and_a_place_in_ten_minutes() -> None:
     limits = [section.limit_s for name, section in gpu_day.SECTIONS.items() if name != "layouts"]
     assert sum(limits) <= 500, "layouts get a hundred seconds even where all others take their limits"
     assert sum(section.limit_s for section in gpu_day.SECOND.values()) <= 595, "they fit one command"
+
+
+def test_a_kernel_that_fails_ends_no_section(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(place: Place) -> Iterator[dict[str, object]]:
+        raise RuntimeError("no such kernel\nand more")
+        yield {}
+
+    monkeypatch.setattr(gpu_kernels, "layer_rows", fails)
+    rows = list(gpu_kernels.kernels(Place(torch.device("cpu"), quick=True, output=Path())))
+    assert {"kernel": "fails", "error": "no such kernel"} in rows and "proposal" in rows[-1]
 
 
 def test_shipped_presets_are_measured() -> None:
