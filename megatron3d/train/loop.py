@@ -10,6 +10,8 @@ looked at again.
 from __future__ import annotations
 
 import gc
+import stat
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -60,11 +62,11 @@ STOP_FILE = "stop"
 
 def train(run: Run, stop: StopSignal) -> int:
     """Train to the last iteration, or until a stop is requested; save, and return the exit code."""
-    with ManualGc(run.config.train) as collector:
-        return _train(run, stop, collector)
+    with ManualGc(run.config.train) as collector, StopFile(stop_folder(run)) as stop_file:
+        return _train(run, stop, stop_file, collector)
 
 
-def _train(run: Run, stop: StopSignal, collector: ManualGc) -> int:
+def _train(run: Run, stop: StopSignal, stop_file: StopFile, collector: ManualGc) -> int:
     config, state = run.config.train, run.state
     job = job_of(run.spec, run.runtime.device)
     monitor = Monitor(run, job)
@@ -87,7 +89,7 @@ def _train(run: Run, stop: StopSignal, collector: ManualGc) -> int:
         with run.timers.observe(BATCH):
             microbatches = run.train_data.step(state.consumed_samples)
         lr = learning_rate(run.config.optimizer, state.iteration + 1, config.train_iters)
-        stop_requested = stop.requested is not None or limits.is_time_up or consume_stop_file(run)
+        stop_requested = stop.requested is not None or limits.is_time_up or stop_file.is_found
         with oom_report(job):
             settings, observer = run.step_settings(batch), monitor.begin_step()
             is_logged = is_due(state.iteration + 1, run.config.logging.log_interval)
@@ -143,19 +145,61 @@ def skip_iteration(run: Run) -> None:
         print(f"> iteration {state.iteration} is skipped, as train.iterations_to_skip says", flush=True)
 
 
-def consume_stop_file(run: Run) -> bool:
-    """Remove the file or folder `stop` from the run's folder and return whether it was there; rank 0 looks for it."""
-    if run.metrics is None or run.config.checkpoint.save is None:
-        return False
-    path = Path(run.config.checkpoint.save, STOP_FILE)
-    if not path.exists():
-        return False
-    print(f"> stopping: found {path}", flush=True)
-    try:
-        path.rmdir() if path.is_dir() else path.unlink(missing_ok=True)
-    except OSError as error:
-        print(f"> {path} cannot be removed ({error.strerror}); do so before the next launch", flush=True)
-    return True
+class StopFile:
+    """While entered, looks for the file or folder `stop` in the run's folder, in a thread: no step waits for a disk.
+
+    Args:
+        folder: None: there is nothing to look for.
+    """
+
+    INTERVAL_S = 1.0
+
+    def __init__(self, folder: Path | None) -> None:
+        self._path = folder and folder / STOP_FILE
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="stop file", daemon=True)
+        self._is_unreadable = False
+        self.is_found = False
+
+    def __enter__(self) -> StopFile:
+        if self._path is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end.set()  # without waiting: the folder may not answer
+
+    def _look(self) -> None:
+        while not self._end.is_set() and not self.is_found:
+            self.is_found = self._consume()
+            self._end.wait(self.INTERVAL_S)
+
+    def _consume(self) -> bool:
+        """Remove the file or folder and return whether it was there; one that cannot be looked for is not there."""
+        assert self._path is not None, "without a folder nothing is looked for"
+        try:
+            is_folder = stat.S_ISDIR(self._path.stat().st_mode)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            if not self._is_unreadable:
+                instead = "signals stop the run as well"
+                print(f"> {self._path} cannot be looked for ({error.strerror}); {instead}", flush=True)
+            self._is_unreadable = True
+            return False
+        print(f"> stopping: found {self._path}", flush=True)
+        try:
+            self._path.rmdir() if is_folder else self._path.unlink(missing_ok=True)
+        except OSError as error:
+            print(f"> {self._path} cannot be removed ({error.strerror}); do so before the next launch", flush=True)
+        return True
+
+
+def stop_folder(run: Run) -> Path | None:
+    """Return the folder in which this rank looks for the file `stop`: on rank 0 the run's, None elsewhere."""
+    return Path(run.config.checkpoint.save) if run.metrics and run.config.checkpoint.save else None
 
 
 def report_validation_loss(run: Run) -> None:

@@ -17,6 +17,7 @@ import torch
 
 from megatron3d.errors import ExitCode
 from megatron3d.metrics import MetricsWriter, StepRecord
+from megatron3d.train import loop
 from tests.support.pool import Pool
 from tests.support.tiny_run import (
     evaluations,
@@ -147,8 +148,10 @@ def test_a_stop_file_or_folder_saves(config: Path, tmp_path: Path, kind: str) ->
     def ask(iteration: int) -> None:
         if iteration == 2:
             stop.touch() if kind == "file" else (stop / ("x" * (kind == "full folder"))).mkdir(parents=True)
+        time.sleep(0.1)  # a thread looks for it
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop.StopFile, "INTERVAL_S", 0.01)
         after_each_step(patch, ask)
         outcome = run(config, *settings)
     assert outcome.code == ExitCode.STOPPED and "> saved" in outcome.out
