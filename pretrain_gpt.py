@@ -9,6 +9,7 @@ from __future__ import annotations
 import megatron3d.runtime.interrupt  # noqa: F401
 
 import sys
+from contextlib import ExitStack
 
 from megatron3d.config.cli import Arguments, parse_args, resolve, run_check
 from megatron3d.config.run_spec import RunSpec
@@ -51,14 +52,13 @@ def pretrain(arguments: Arguments, world_size: int) -> int:
 
     settings = resolved.config.train
     timeout_s, deterministic = 60 * settings.distributed_timeout_minutes, settings.deterministic_mode
-    with process.start(timeout_s, deterministic=deterministic) as here, StopSignal() as stop:
+    with ExitStack() as ending, process.start(timeout_s, deterministic=deterministic) as here:
+        stop = ending.enter_context(StopSignal())
         run = build_run(resolved, here, phases)
+        ending.callback(run.close)  # after the watchdog's end: an upload to wandb may take longer than it waits
         if here.rank == 0:
             print(f"> ready after {phases.total_s:.2f} s; training", flush=True)
-        try:
-            code = train(run, stop)
-        finally:
-            run.close()
+        code = train(run, stop)
     if code == ExitCode.STOPPED and env.restarts_stopped:
         if env.rank == 0:
             print("> stopped on request; exit code 0, since torchrun would take 3 for a crash and restart", flush=True)

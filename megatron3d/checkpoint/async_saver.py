@@ -34,6 +34,7 @@ from megatron3d.checkpoint.pieces import Piece
 from megatron3d.checkpoint.publish import RetentionPolicy, prune, remove_non_persistent
 from megatron3d.checkpoint.store import save
 from megatron3d.comm.interface import ObjectCollectives
+from megatron3d.comm.objects import run_on_all_ranks
 from megatron3d.config.validate.files import NON_PERSISTENT
 from megatron3d.errors import UserError
 from megatron3d.ops.recompute import SideStream, SideWork, host_memory, side_stream
@@ -128,7 +129,7 @@ class CheckpointSaver:
 
     Attributes:
         saved_at: iteration of the newest permanent checkpoint known to be complete; None before the first.
-        num_bytes: bytes of tensors that this rank has written so far.
+        num_bytes: bytes of tensors that this rank has written so far, and one for each old file that it has removed.
     """
 
     def __init__(
@@ -183,12 +184,29 @@ class CheckpointSaver:
             crash, self._crash = self._crash, None
             raise crash
 
+    def wait_for_progress(self, idle_s: float = 20.0) -> None:
+        """Wait for the background write of a run that has failed, while this rank has written within `idle_s`.
+
+        A rank that has ended would be waited for in vain.
+        """
+        thread, seen = self._thread, -1
+        if thread is not None and thread.is_alive():
+            self._log("the run has failed; waiting for the checkpoint that is being written")
+        while thread is not None and thread.is_alive() and seen != self.num_bytes:
+            seen = self.num_bytes
+            thread.join(idle_s)
+
     def finish(self, iteration: int, source: PieceSource, meta: Mapping[str, JsonValue]) -> None:
-        """Write a last checkpoint of this iteration in the foreground, unless it has been saved already."""
+        """Write a last checkpoint of this iteration in the foreground, unless it has been saved already.
+
+        Returns on all ranks when rank 0 has removed older ones: launchers kill the last process of a job that goes on
+        for long after the others.
+        """
         self.wait()
         if self.saved_at != iteration:
             self.in_background = False
             self.save(iteration, source, meta)
+        run_on_all_ranks(self.comm, lambda: None)
 
     def _write_in_thread(
         self, iteration: int, pieces: Iterable[Piece], meta: Mapping[str, JsonValue], permanent: bool
@@ -211,13 +229,13 @@ class CheckpointSaver:
         if self.comm.mesh.rank == 0:
             self._remove_old(folder, iteration, permanent)
 
-    def _count(self, num_bytes: int) -> None:
+    def _count(self, num_bytes: int = 1) -> None:
         self.num_bytes += num_bytes
 
     def _remove_old(self, folder: Path, iteration: int, permanent: bool) -> None:
         try:
-            prune(folder.parent, self._retention if permanent else RetentionPolicy(latest=1))
+            prune(folder.parent, self._retention if permanent else RetentionPolicy(latest=1), self._count)
             if permanent:
-                remove_non_persistent(self.root, iteration)
+                remove_non_persistent(self.root, iteration, self._count)
         except (OSError, UserError) as error:
             self._log(f"checkpoint.save={self.root}: older checkpoints cannot be removed: {error}")

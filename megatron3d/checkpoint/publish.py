@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -269,31 +269,39 @@ class RetentionPolicy:
         return is_kept or self.latest is None or num_newer < self.latest
 
 
-def prune(root: Path, policy: RetentionPolicy) -> None:
+def _ignore() -> None:
+    """Count nothing."""
+
+
+def prune(root: Path, policy: RetentionPolicy, count: Callable[[], None] = _ignore) -> None:
     """Remove checkpoints that the policy does not retain, after the one that the tracker names is complete.
 
-    Checkpoints later than the tracker are left alone.
+    Checkpoints later than the tracker are left alone.  `count` is called after each file, which a file system may take
+    seconds to remove.
     """
     last = read_tracker(root)
     assert last is not None, f"{root} has a checkpoint, but no tracker"
     past = sorted((iteration for iteration in finished_checkpoints(root) if iteration <= last), reverse=True)
     for newer, iteration in enumerate(past):
         if not policy.retains(iteration, newer):
-            _remove(finished_checkpoints(root)[iteration])
+            _remove(finished_checkpoints(root)[iteration], count)
 
 
-def remove_non_persistent(root: Path, iteration: int) -> None:
+def remove_non_persistent(root: Path, iteration: int, count: Callable[[], None] = _ignore) -> None:
     """Remove non-persistent checkpoints that are not newer than the permanent one of `iteration`."""
     place = root / NON_PERSISTENT
     last = read_tracker(place)
     if last is not None and last <= iteration:
         (place / TRACKER).unlink()
-        _remove(place)
+        _remove(place, count)
 
 
-def _remove(folder: Path) -> None:
+def _remove(folder: Path, count: Callable[[], None]) -> None:
     """Remove a folder after renaming it, so that a partly removed one never looks like a checkpoint."""
     gone = removal_folder(folder)
     remove(gone)
     folder.rename(gone)
+    for file in [path for path in gone.rglob("*") if path.is_symlink() or not path.is_dir()]:
+        file.unlink(missing_ok=True)
+        count()
     remove(gone)

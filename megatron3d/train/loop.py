@@ -61,9 +61,17 @@ STOP_FILE = "stop"
 
 
 def train(run: Run, stop: StopSignal) -> int:
-    """Train to the last iteration, or until a stop is requested; save, and return the exit code."""
-    with ManualGc(run.config.train) as collector, StopFile(stop_folder(run)) as stop_file:
-        return _train(run, stop, stop_file, collector)
+    """Train to the last iteration, or until a stop is requested; save, and return the exit code.
+
+    An exception does not cost the checkpoint that a thread is writing, where the other ranks can still write theirs.
+    """
+    try:
+        with ManualGc(run.config.train) as collector, StopFile(stop_folder(run)) as stop_file:
+            return _train(run, stop, stop_file, collector)
+    except Exception:
+        if run.saver:
+            run.saver.wait_for_progress()
+        raise
 
 
 def _train(run: Run, stop: StopSignal, stop_file: StopFile, collector: ManualGc) -> int:

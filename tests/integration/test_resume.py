@@ -5,18 +5,22 @@ A rank that dies ends the run and leaves its last checkpoint complete.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from megatron3d.checkpoint import store
 from megatron3d.errors import ExitCode
 from megatron3d.metrics import MetricsWriter, StepRecord
+from megatron3d.runtime import process
 from megatron3d.train import loop
 from tests.support.pool import Pool
 from tests.support.tiny_run import (
@@ -156,6 +160,46 @@ def test_a_stop_file_or_folder_saves(config: Path, tmp_path: Path, kind: str) ->
         outcome = run(config, *settings)
     assert outcome.code == ExitCode.STOPPED and "> saved" in outcome.out
     assert stop.exists() == ("cannot be removed (Directory not empty)" in outcome.out) == (kind == "full folder")
+
+
+def test_a_crash_does_not_cost_the_checkpoint_that_is_being_written(config: Path, tmp_path: Path) -> None:
+    """Bug that this finds: a rank that raises ends its process, and a nearly complete checkpoint with it."""
+    written = store.write_boxes
+
+    def slowly(*arguments: Any) -> Any:
+        time.sleep(1.0)
+        return written(*arguments)
+
+    def crash(iteration: int) -> None:
+        assert iteration < 3, "a crash"
+
+    settings = [*in_run(f"{tmp_path}/run"), "checkpoint.async_save=true", "checkpoint.save_interval=2"]
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(AssertionError, match="a crash"):
+        patch.setattr(store, "write_boxes", slowly)
+        after_each_step(patch, crash)
+        run(config, *settings)
+    assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text() == "2\n"
+
+
+def test_outputs_are_closed_after_the_watchdogs_end(config: Path, tmp_path: Path) -> None:
+    """Bug that this finds: an upload to wandb at the end, longer than the watchdog waits, is a run that hangs."""
+    start, close, told = process.start, MetricsWriter.close, list[str]()
+
+    def tell(metrics: MetricsWriter) -> None:
+        told.append("closed")
+        close(metrics)
+
+    @contextlib.contextmanager
+    def watched(*arguments: Any, **options: Any) -> Iterator[process.Runtime]:
+        with start(*arguments, **options) as here:
+            yield here
+        told.append("ranks have parted")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process, "start", watched)
+        patch.setattr(MetricsWriter, "close", tell)
+        assert run(config, *in_run(f"{tmp_path}/run"), "train.train_iters=2").code == ExitCode.DONE
+    assert told == ["ranks have parted", "closed"]
 
 
 def test_a_folder_in_the_way_is_one_message(config: Path, tmp_path: Path) -> None:

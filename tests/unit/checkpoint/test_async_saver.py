@@ -7,14 +7,17 @@ last one is written.
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch
 
+from megatron3d.checkpoint import async_saver
 from megatron3d.checkpoint import store as write
 from megatron3d.checkpoint.async_saver import CheckpointSaver
 from megatron3d.checkpoint.publish import RetentionPolicy
 from megatron3d.checkpoint.store import Piece, latest, load, verify
+from megatron3d.comm.objects import GroupObjects
 from megatron3d.errors import UserError
 from megatron3d.parallel.mesh import Mesh
 from tests.support.checkpoints import newest_intact
@@ -170,3 +173,47 @@ def test_a_crash_in_the_background_is_raised_by_the_next_save(tmp_path, run_rank
 
     for error in run_ranks(TWO, train):
         assert isinstance(error, RuntimeError) and str(error) == "rank 1: KeyError('w')"
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_run_that_fails_waits_for_a_write_as_long_as_that_goes_on(tmp_path, monkeypatch, goes_on):
+    """Bug that this finds: a rank that raises ends its process, and a nearly complete checkpoint with it."""
+    opened, original = threading.Event(), write.write_boxes
+
+    def write_slowly(path, pieces, count):
+        for _ in range(20 * goes_on):
+            count(1)
+            time.sleep(0.05)
+        assert goes_on or opened.wait(20)
+        return original(path, pieces, count)
+
+    monkeypatch.setattr("megatron3d.checkpoint.store.write_boxes", write_slowly)
+    saver, values = CheckpointSaver(tmp_path, GroupObjects(ONE), in_background=True), torch.zeros(4)
+    saver.save(1, lambda copy: [Piece("w", (4,), ((0, 4),), copy(values))], {})
+    begin_s = time.monotonic()
+    saver.wait_for_progress(idle_s=0.3)
+    assert (latest(tmp_path) is not None) == goes_on
+    assert time.monotonic() - begin_s < 10
+    opened.set()
+    saver.wait()
+
+
+def test_all_ranks_stay_until_old_checkpoints_are_removed(tmp_path, run_ranks, monkeypatch):
+    """Bugs that this finds: the other ranks end, and srun kills rank 0; the watchdog ends a rank that removes files."""
+    removed, original = [], async_saver.prune
+
+    def prune_slowly(*arguments):
+        time.sleep(0.5)
+        original(*arguments)
+        removed.append(1)
+
+    monkeypatch.setattr(async_saver, "prune", prune_slowly)
+
+    def train(comm):
+        weights, saver = Weights(comm), CheckpointSaver(tmp_path, comm, RetentionPolicy(1))
+        saver.finish(1, weights.source, {})
+        written = saver.num_bytes
+        saver.finish(2, weights.source, {})
+        return len(removed), saver.num_bytes - 2 * written
+
+    assert run_ranks(TWO, train) == [(2, 3), (2, 0)], "two files of ranks and the index"
