@@ -6,15 +6,17 @@ a rank reads the rows that `batch_axes` assign to it
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from megatron3d.comm.interface import Comm
 from megatron3d.data.packing import PLAIN, Packing, Starts
 from megatron3d.data.ramp_plan import Batch, Batches
 from megatron3d.parallel.layout import span
@@ -90,9 +92,47 @@ class BatchLoader:
 
     def microbatches(self, rows: Tensor) -> list[Microbatch]:
         """Copy rows [sequences, seq_length + 1] to the device asynchronously, and return them as microbatches."""
-        starts = map(self._packing.starts, rows.split(self._rows))
-        chunks = rows.to(self._device, non_blocking=True).split(self._rows)
-        return [Microbatch(*made) for made in zip(chunks, self._firsts, starts, strict=False)]
+        return self._divided(rows.to(self._device, non_blocking=True), rows)
+
+    def _divided(self, tokens: Tensor, on_host: Tensor) -> list[Microbatch]:
+        starts = map(self._packing.starts, on_host.split(self._rows))
+        return [Microbatch(*made) for made in zip(tokens.split(self._rows), self._firsts, starts, strict=False)]
+
+
+class SharingLoader(BatchLoader):
+    """Reads rows on one of the ranks that need them, and sends them to the others: text is downloaded and encoded once.
+
+    n rows of S tokens are 4 n (S + 1) bytes, which are all-reduced over each axis of `shared`.
+
+    Args:
+        seq_length: S of the samples.
+        shared: axes along which all ranks need the same rows; each has a process group.
+    """
+
+    def __init__(self, *arguments: Any, seq_length: int, comm: Comm, shared: Axes, packing: Packing = PLAIN) -> None:
+        super().__init__(*arguments, packing=packing)
+        self._seq_length, self._comm, self._shared = seq_length, comm, shared
+        self._is_reader = not any(comm.mesh.coord(axis) for axis in shared)
+
+    def read(self, consumed_samples: int, batch: Batch | None = None) -> Tensor:
+        """Return the rows as `BatchLoader.read` does on the rank that reads them, and zeros on the others."""
+        if self._is_reader:
+            return super().read(consumed_samples, batch)
+        num_rows = int((self.positions < batch.num_samples).sum()) if batch else len(self.positions)
+        return torch.zeros(num_rows, (batch.seq_length if batch else self._seq_length) + 1, dtype=torch.int64)
+
+    def microbatches(self, rows: Tensor) -> list[Microbatch]:
+        """Return the rows of the rank that has read them, on all ranks, as microbatches."""
+        tokens = rows.to(self._device, torch.int32, non_blocking=True)
+        for axis in self._shared:
+            tokens = self._comm.all_reduce(tokens, (axis,)).wait()  # of one rank's tokens and zeros
+        on_host = tokens.cpu() if self._packing.reset_attention_mask else tokens
+        return self._divided(tokens.long(), on_host)
+
+
+def shared_axes(mesh: Mesh, batch_axes: Axes, groups: Iterable[Axes]) -> Axes:
+    """Return the axes along which all ranks read the same rows, and that are among `groups`, for a `SharingLoader`."""
+    return tuple(axis for axis in mesh.nontrivial(mesh.without(mesh.names, (*DATA, *batch_axes))) if (axis,) in groups)
 
 
 class PrefetchingLoader:

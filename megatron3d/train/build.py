@@ -27,7 +27,7 @@ from megatron3d.convert.hub_weights import HubFile, read_hub_index
 from megatron3d.data.corpus.corpus import BlendedSamples, Corpus, open_corpus
 from megatron3d.data.corpus.plan import check_token_ids
 from megatron3d.data.corpus.stream import StreamedSamples
-from megatron3d.data.loader import BatchLoader, PrefetchingLoader
+from megatron3d.data.loader import BatchLoader, PrefetchingLoader, SharingLoader, shared_axes
 from megatron3d.data.packing import Packing, Starts
 from megatron3d.data.token_files.indexed import BLOCK, IndexedDataset
 from megatron3d.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
@@ -86,8 +86,8 @@ def build_run(resolved: Resolved, runtime: Runtime, phases: StartupPhases) -> Ru
     return Run(
         runtime=runtime,
         state=state,
-        train_data=PrefetchingLoader(make_loader(corpus.train, spec, runtime, packing), spec.batches),
-        valid_data=make_loader(corpus.valid, spec, runtime, packing) if corpus.valid else None,
+        train_data=PrefetchingLoader(make_loader(corpus.train, spec, runtime, packing, comm), spec.batches),
+        valid_data=make_loader(corpus.valid, spec, runtime, packing, comm) if corpus.valid else None,
         metrics=metrics,
         saver=saver,
         lock=lock,
@@ -150,12 +150,15 @@ def build_model(
 
 
 def make_loader(
-    samples: BlendedSamples | StreamedSamples, spec: RunSpec, runtime: Runtime, packing: Packing
+    samples: BlendedSamples | StreamedSamples, spec: RunSpec, runtime: Runtime, packing: Packing, comm: Comm
 ) -> BatchLoader:
-    """Return the loader of this rank's microbatches of `samples`."""
+    """Return the loader of this rank's microbatches of `samples`; a stream is read once for all ranks that need it."""
     train, batch_axes = spec.config.train, spec.mode.batch_axes
-    sizes = train.micro_batch_size, train.global_batch_size
-    return BatchLoader(samples, spec.mesh, batch_axes, *sizes, runtime.device, packing=packing)
+    arguments = samples, spec.mesh, batch_axes, train.micro_batch_size, train.global_batch_size, runtime.device
+    if not isinstance(samples, StreamedSamples):
+        return BatchLoader(*arguments, packing=packing)
+    shared = shared_axes(spec.mesh, batch_axes, spec.parallel_state.group_axes)
+    return SharingLoader(*arguments, seq_length=samples.seq_length, comm=comm, shared=shared, packing=packing)
 
 
 def identity_of(spec: RunSpec, tokenizer: Tokenizer, corpus: Corpus) -> dict[str, JsonValue]:

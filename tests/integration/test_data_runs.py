@@ -7,11 +7,13 @@ import json
 import re
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from megatron3d.checkpoint.index import read_meta
+from megatron3d.data.corpus.stream import StreamedSamples
 from megatron3d.errors import ExitCode
 from megatron3d.metrics.journal import read_journal
 from tests.support.pool import Pool
@@ -121,6 +123,50 @@ def test_a_streamed_dataset_continues_on_other_ranks(config: Path, tmp_path: Pat
     for one, other in zip(steps(tmp_path / "parts"), steps(tmp_path / "whole"), strict=True):
         assert one == pytest.approx(other, rel=1e-10)
     refuse(config, [*keys, "data.stream_key=text"], ("no key 'text'; it has 'body'",))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["parallel.tensor_model_parallel_size=2", "parallel.pipeline_model_parallel_size=2"],
+        ["parallel.tensor_parallel_mode=3d", "parallel.tensor_parallel_shape=[2,2,1]", "train.micro_batch_size=2"],
+        ["parallel.context_parallel_size=2", "parallel.tensor_model_parallel_size=2", "data.reset_attention_mask=true"],
+    ],
+    ids=["tensor and pipeline", "3d", "context and documents"],
+)
+def test_a_stream_is_read_once_for_all_ranks_that_need_it(
+    config: Path, tmp_path: Path, pool: Pool, layout: list[str]
+) -> None:
+    """Bug that this finds: every tensor, context and pipeline rank downloads and encodes the same text."""
+    lines = "".join(json.dumps({"text": line}) + "\n" for line in inspect.getsource(textwrap).splitlines())
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "part.jsonl").write_text(lines)
+    paths = ["data.data_path=null", "data.split=969,30,1", f"data.train_data_path=hf:{tmp_path}/data"]
+    keys = [*paths, "data.stream_lanes=4", "train.precision=fp64", "train.exit_interval=4"]
+    whole, ranks = ([*in_run(f"{tmp_path}/{name}"), *keys] for name in ("whole", "ranks"))
+    masks = [each for each in layout if each.startswith("data.")]
+    assert run(config, *whole, *masks).code == ExitCode.STOPPED
+    reads = pool.run(count_reads, 4, config, [*ranks, *layout])
+    copies = 2 if "3d" in str(layout) else 4
+    assert sum(count > 0 for count in reads) == 4 // copies, reads
+    for one, other in zip(steps(tmp_path / "ranks"), steps(tmp_path / "whole"), strict=True):
+        assert one == pytest.approx(other, rel=1e-10)
+    one, other = (read_meta(tmp_path / name / "iter_0000004").cursors for name in ("ranks", "whole"))
+    assert one == other and len(one) == 4
+
+
+def count_reads(rank: int, world_size: int, config: Path, overrides: list[str]) -> int:
+    """Train as a rank of the pool; return how often this rank has read samples of a stream."""
+    reads, read = list[int](), StreamedSamples.read
+
+    def counted(samples: StreamedSamples, wanted: Any) -> Any:
+        reads.append(1)
+        return read(samples, wanted)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StreamedSamples, "read", counted)
+        assert run_as_rank(rank, world_size, config, [overrides]) == [ExitCode.STOPPED]
+    return len(reads)
 
 
 def test_bad_records_of_a_stream_are_counted_on_any_ranks_and_over_a_restart(

@@ -204,7 +204,7 @@ class StreamedSamples:
     """Samples 0, 1, ... of a streamed dataset, without end."""
 
     def __init__(self, rows: StreamedDataset, seq_length: int) -> None:
-        self.rows, self._seq_length = rows, seq_length
+        self.rows, self.seq_length = rows, seq_length
         self._lanes = [Lane(rows, number, seq_length) for number in range(rows.num_lanes)]
         self._lows: deque[int] = deque(maxlen=KEPT_BATCHES)
 
@@ -225,7 +225,7 @@ class StreamedSamples:
         """Return [samples, seq_length + 1] tokens; raises UserError for a row without text unless such are left out."""
         windows, lanes = np.divmod(samples, self.rows.num_lanes)
         self._lows.append(int(windows.min()))
-        tokens = np.empty((len(samples), self._seq_length + 1), np.int64)
+        tokens = np.empty((len(samples), self.seq_length + 1), np.int64)
         for place in np.argsort(samples, kind="stable").tolist():
             tokens[place] = self._lanes[lanes[place]].window(int(windows[place]))
         for lane in self._lanes:

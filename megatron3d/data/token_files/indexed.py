@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+import time
 from collections import deque
 from collections.abc import Iterator
 from itertools import chain
@@ -85,6 +86,10 @@ def read_manifest(prefix: Path) -> Manifest | None:
         raise UserError(f"{path}: cannot be read ({error.strerror}); make the corpus again") from error
 
 
+# Seconds between two looks at whether a token file has changed.
+CHECK_S = 30.0
+
+
 class IndexedDataset:
     """A memory-mapped token file, checked against its index when it is opened.
 
@@ -112,7 +117,7 @@ class IndexedDataset:
             self._check_documents(start, min(start + RUN, document_entries))
         self.manifest: Manifest | None = read_manifest(self.prefix)
         self._check_manifest()
-        self._opened_state = self._file_state()
+        self._opened_state, self._next_check_s = self._file_state(), 0.0
         for path in (self._bin, self._idx):
             if path.stat().st_size <= WHOLE:
                 deque(self.blocks(path.suffix), maxlen=0)
@@ -124,8 +129,13 @@ class IndexedDataset:
         return self._tokens[start:stop]
 
     def windows(self, offsets: npt.NDArray[np.int64], length: int) -> Tokens:
-        """Return [offsets, length], the tokens from each offset on; raises UserError if the file has changed."""
-        self._require_unchanged()
+        """Return [offsets, length], the tokens from each offset on; raises UserError if the file has changed.
+
+        It looks only every `CHECK_S` seconds: a file system answers thousands of ranks in turn.
+        """
+        if time.monotonic() >= self._next_check_s:
+            self._require_unchanged()
+            self._next_check_s = time.monotonic() + CHECK_S
         size, count = self.dtype.itemsize, self.num_tokens - length + 1
         assert count > 0, f"windows of {length} of {self.num_tokens} tokens"
         every: Tokens = np.ndarray((count, length), self.dtype, self._tokens, strides=(size, size))

@@ -1,6 +1,7 @@
 """Fact: a corpus opens only if every sample that the run reads exists and fits the tokenizer and the model."""
 
 import json
+import time
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,8 @@ import pytest
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.data.corpus.corpus import Corpus, open_corpus
+from megatron3d.data.token_files import indexed
+from megatron3d.data.token_files.indexed import IndexedDataset
 from megatron3d.data.token_files.writer import IndexedWriter
 from megatron3d.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
 from megatron3d.errors import UserError
@@ -188,9 +191,17 @@ def test_documents_must_end_with_the_eod_token_for_packing(prefix: Path) -> None
         RunSpec(config(prefix, data__tokenizer_type="CharTokenizer", **values)).packing(tokenizer.eod)
 
 
-def test_a_corpus_that_changes_during_a_run_is_detected(prefix: Path) -> None:
+def test_a_corpus_that_changes_during_a_run_is_detected(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug that this finds: each of thousands of ranks looks at the file in every step."""
     corpus = opened(config(prefix), ByteTokenizer(None))
     corpus.train.read(np.array([0]))
+    state, looks = IndexedDataset._file_state, list[int]()
+    monkeypatch.setattr(IndexedDataset, "_file_state", lambda data: (looks.append(1), state(data))[1])
+    for sample in range(10):
+        corpus.train.read(np.array([sample]))
+    assert not looks
     make(prefix, [0] * 100)
+    now_s = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now_s + indexed.CHECK_S)
     with pytest.raises(UserError, match="has changed since it was opened"):
         corpus.train.read(np.array([0]))
