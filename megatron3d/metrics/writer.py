@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -38,38 +39,60 @@ class Sink(Protocol):
 
 
 class TensorboardSink:
-    """Tensorboard event files; a launch or rollback hides the steps after the iteration that it continues from."""
+    """Tensorboard event files; a launch or rollback hides the steps after the iteration that it continues from.
+
+    Training does not end with the disk's space: rows that cannot be written are lost, and another file is tried after
+    `RETRY_S` seconds.
+    """
+
+    RETRY_S = 300.0
 
     def __init__(self, folder: Path, start_iteration: int) -> None:
         self._folder = folder
-        self._writer = self._open(start_iteration)
+        self._next_try_s, self._is_told = 0.0, False
+        try:
+            self._writer: SummaryWriter | None = self._open(start_iteration)
+        except OSError as error:
+            raise UserError(f"logging.tensorboard_dir={folder}: cannot be written: {error.strerror}") from error
 
     def _open(self, iteration: int) -> SummaryWriter:
         from torch.utils.tensorboard import SummaryWriter
 
+        return SummaryWriter(str(self._folder), purge_step=iteration + 1)
+
+    def _write(self, iteration: int, write: Callable[[SummaryWriter], object]) -> None:
+        """Write what belongs to an iteration, to a new file where the last one was lost, which is said once."""
+        if self._writer is None and time.monotonic() < self._next_try_s:
+            return
         try:
-            return SummaryWriter(str(self._folder), purge_step=iteration + 1)
+            self._writer = self._writer or self._open(iteration - 1)
+            write(self._writer)
         except OSError as error:
-            raise UserError(f"logging.tensorboard_dir={self._folder}: cannot be written: {error.strerror}") from error
+            if not self._is_told:
+                reason = f"{error.strerror}; its rows are lost, those of metrics.jsonl are not"
+                print(f"> WARNING: {self._folder} cannot be written: {reason}", flush=True)
+            self._writer, self._next_try_s, self._is_told = None, time.monotonic() + self.RETRY_S, True
 
     def describe(self, start: Mapping[str, Any]) -> None:
         """Record the metadata of a launch."""
         lines = json.dumps(start, indent=1).splitlines()
-        self._writer.add_text("start", "\n".join(f"    {line}" for line in lines), start["iteration"])
+        text = "\n".join(f"    {line}" for line in lines)
+        self._write(start["iteration"], lambda writer: writer.add_text("start", text, start["iteration"]))
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Record the values of a step."""
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+        self._write(step, lambda writer: [writer.add_scalar(name, value, step) for name, value in values.items()])
 
     def go_back(self, iteration: int) -> None:
         """Open another file, which hides the steps after the iteration."""
-        self._writer.close()
-        self._writer = self._open(iteration)
+        self.close()
+        self._write(iteration + 1, lambda writer: writer.flush())
 
     def close(self) -> None:
         """Finish writing."""
-        self._writer.close()
+        if self._writer is not None:
+            self._write(0, lambda writer: writer.close())
+            self._writer = None
 
 
 class WandbSink:

@@ -11,6 +11,7 @@ import math
 import os
 import struct
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -24,13 +25,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from megatron3d.config.schema import Config, LoggingConfig, TrainConfig
 from megatron3d.errors import UserError
 from megatron3d.metrics import MetricsWriter, StepRecord, peak_memory_bytes
 from megatron3d.metrics.journal import FILE_NAME, Journal, read_journal
 from megatron3d.metrics.step_record import evaluation_line, step_line
-from megatron3d.metrics.writer import WANDB_ID, numbers
+from megatron3d.metrics.writer import WANDB_ID, TensorboardSink, numbers
 
 RECORD = StepRecord(
     iteration=10,
@@ -250,6 +252,36 @@ def test_tensorboard_receives_every_number_once(tmp_path: Path) -> None:
         events = EventAccumulator(str(tmp_path / "events")).Reload()
     assert set(events.Tags()["scalars"]) == {*asdict(RECORD), "validation_loss"} - UNSET
     assert [event.step for event in events.Scalars("lm_loss")] == [1, 2, 3, 4]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_full_disk_costs_tensorboard_rows_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bug that this finds: the row after one that the thread of tensorboard could not write ends the run."""
+    is_full, write = threading.Event(), RecordWriter.write
+
+    def write_or_fail(writer: RecordWriter, data: bytes) -> None:
+        if is_full.is_set():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(writer, data)
+
+    monkeypatch.setattr(RecordWriter, "write", write_or_fail)
+    monkeypatch.setattr(TensorboardSink, "RETRY_S", 0.01)
+    sink = TensorboardSink(tmp_path, 0)
+    for step in range(1, 40):
+        is_full.set() if 10 <= step < 30 else is_full.clear()
+        sink.log({"loss": float(step)}, step)
+        time.sleep(0.02)
+    is_full.set()
+    sink.log({"loss": 40.0}, 40)
+    sink.go_back(5)
+    sink.close()
+    assert capsys.readouterr().out.count("cannot be written: No space left on device; its rows are lost") == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        events = EventAccumulator(str(tmp_path)).Reload()
+    assert {1, 9, 35, 39} <= {event.step for event in events.Scalars("loss")}
 
 
 def test_tensorboard_shows_the_last_value_of_an_iteration(tmp_path: Path) -> None:
