@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from megatron3d.comm.interface import Comm, ObjectCollectives
-from megatron3d.errors import UserError, is_machine_fault
+from megatron3d.errors import RunFailed, UserError, is_machine_fault
 from megatron3d.parallel.mesh import Mesh
 
 FAN_IN = 32
@@ -203,8 +203,8 @@ def run_on_all_ranks(comm: ObjectCollectives, action: Callable[[], T]) -> list[T
     """Run `action` on every rank; return the results in rank order on rank 0, None elsewhere.
 
     Returns when all ranks are done.  Raises UserError with the distinct problems of all ranks (an OSError is one), the
-    OSError of a rank's machine, or RuntimeError naming the ranks where another exception occurred.  The action must not
-    communicate.
+    OSError of a rank's machine, or RuntimeError naming the ranks where another exception occurred, which on the other ranks
+    is a RunFailed, without a traceback.  The action must not communicate.
     """
     result: T | None = None
     problems: tuple[str, ...] = ()
@@ -226,6 +226,8 @@ def run_on_all_ranks(comm: ObjectCollectives, action: Callable[[], T]) -> list[T
     failures = ([], [], []) if gathered is None else _collect_failures(gathered)
     all_problems, all_crashes, all_faults = comm.broadcast_object(failures)
     if all_crashes:
+        if crash is None:  # where it is from is said on the rank that crashed
+            raise RunFailed("; ".join(all_crashes))
         raise RuntimeError("; ".join(all_crashes)) from crash
     if all_faults:  # perhaps the cause of the others' problems
         raise OSError(*all_faults[0])

@@ -101,7 +101,7 @@ class Rollbacks:
     def after_step(self, numbers: Readout) -> bool:
         """Roll back if the step before this one ended in a spike, and return whether it did.
 
-        Raises RuntimeError as `roll_back`.
+        Raises RunFailed as `roll_back`.
         """
         if self.after_last_step():
             return True
@@ -163,14 +163,12 @@ def roll_back(run: Run, spike: Spike, num_rollbacks: int, last_good: int) -> Non
         last_good: the iteration before the spike.
 
     Raises:
-        RuntimeError: on all ranks, after `train.max_rollbacks` rollbacks, or if no such checkpoint exists.
+        RunFailed: on all ranks, after `train.max_rollbacks` rollbacks, or if no such checkpoint exists.
     """
     state, max_rollbacks = run.state, run.config.train.max_rollbacks
     iteration, next_sample = state.iteration, state.consumed_samples
     if num_rollbacks > max_rollbacks:
-        raise RuntimeError(
-            f"iteration {iteration}: {spike.reason}, after train.max_rollbacks={max_rollbacks} rollbacks"
-        )
+        raise RunFailed(f"iteration {iteration}: {spike.reason}, after train.max_rollbacks={max_rollbacks} rollbacks")
     assert run.saver is not None, "a run that rolls back saves checkpoints"
     run.saver.wait()
     load_good_checkpoint(run, spike, last_good)
@@ -188,7 +186,7 @@ def roll_back(run: Run, spike: Spike, num_rollbacks: int, last_good: int) -> Non
 def load_good_checkpoint(run: Run, spike: Spike, last_good: int) -> None:
     """Load the newest checkpoint up to the iteration `last_good`; later ones are no longer the run's newest.
 
-    Raises RuntimeError on all ranks if there is none.
+    Raises RunFailed on all ranks if there is none.
     """
     assert run.config.checkpoint.save is not None, "a run that rolls back has a folder"
     iteration, root = run.state.iteration, Path(run.config.checkpoint.save)
@@ -202,6 +200,6 @@ def load_good_checkpoint(run: Run, spike: Spike, last_good: int) -> None:
     options = LoadOptions(accept=frozenset(run.config.checkpoint.accept_changed))
     exists = on_rank_0(run.comm, choose)
     if not (exists and load_newest(root, run.state, run.identity, options)[0]):
-        raise RuntimeError(
+        raise RunFailed(
             f"iteration {iteration}: {spike.reason}, and {root} holds no good checkpoint from before to roll back to"
         )

@@ -20,7 +20,7 @@ from megatron3d.comm.interface import Comm
 from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.data.corpus.stream import StreamedSamples
-from megatron3d.errors import UserError
+from megatron3d.errors import RunFailed, UserError
 from megatron3d.hardware.apex import fused_norms
 from megatron3d.model.compile import Compiler
 from megatron3d.model.gpt import GPT
@@ -140,7 +140,7 @@ def digest(values: Tensor) -> int:
 
 
 def check_replicas(state: TrainState) -> None:
-    """Compare the weights of data-parallel replicas bit by bit; raise RuntimeError on all ranks if some differ.
+    """Compare the weights of data-parallel replicas bit by bit; raise RunFailed on all ranks if some differ.
 
     With ZeRO 3 only the replicas of HSDP hold copies.
     """
@@ -155,7 +155,7 @@ def check_replicas(state: TrainState) -> None:
     notes = comm.gather_object((place, mine, socket.gethostname()))
     problems = comm.broadcast_object(notes and list(_differing(dict(enumerate(notes)))))
     if problems:
-        raise RuntimeError(f"iteration {state.iteration}: " + "; ".join(problems))
+        raise RunFailed(f"iteration {state.iteration}: " + "; ".join(problems))
 
 
 def _differing(notes: Mapping[int, tuple[tuple[int, ...], list[int], str]]) -> Iterator[str]:

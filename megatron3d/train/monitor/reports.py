@@ -65,7 +65,8 @@ def oom_report(job: StepSpec) -> Iterator[None]:
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if type(error) is RuntimeError and not any(text in str(error) for text in _CPU_MESSAGES):
+        is_named = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        if not is_named and not any(text in str(error) for text in _CPU_MESSAGES):
             raise
         changes = [f"    {change}" for change in suggest(job)] or ["    a smaller model, or more ranks"]
         lines = ["out of memory. Estimated memory of each pipeline rank:", *memory_table(job)]
