@@ -310,6 +310,8 @@ def run_program(main: Callable[[], int]) -> int:
     With several ranks a failure ends the process immediately: the usual clean-up would wait for collectives that no
     other rank joins.
     """
+    # Before torch is imported: it prints a C++ stack per rank where another one has ended, which is said below.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         code = exit_code_of(main, _print_errors, "interrupted")
     except Exception as error:
@@ -329,7 +331,8 @@ def _lost_rank(error: Exception) -> str | None:
 
     if innermost_file(error.__traceback__) not in COLLECTIVES_FILES or not _LOST.search(str(error)):
         return None
-    return f"ends, since another rank has ended: {one_line(str(error).partition(chr(10))[0])}"
+    what = str(error).partition("\n")[0].partition(". This is typically")[0]
+    return f"ends, since another rank has ended: {one_line(what)}"
 
 
 def _print_errors(messages: Sequence[str], grace_s: float = 1.0) -> None:

@@ -248,6 +248,30 @@ def test_a_crash_ends_the_process_although_collectives_are_pending(tmp_path: Pat
     assert "[rank 1] Traceback" in ranks[1].stderr
 
 
+@pytest.mark.slow
+def test_a_rank_that_outlives_rank_0_prints_no_stacks(tmp_path: Path) -> None:
+    """Bug that this finds: torch prints a C++ stack for each call of the store, which ends with rank 0."""
+    ranks = _launch(
+        """
+        with process.start(timeout_s=120) as place:
+            import os, time, torch
+            from megatron3d.comm.process_comm import ProcessComm
+            from megatron3d.parallel.mesh import Mesh
+            comm = ProcessComm(Mesh((("x", 2),), place.rank), (("x",),))
+            comm.barrier()
+            if place.rank == 0:
+                os.kill(os.getpid(), 9)
+            time.sleep(1.5)
+            comm.barrier()
+        """,
+        tmp_path,
+    )
+    assert [rank.returncode for rank in ranks] == [-9, ExitCode.CRASH]
+    first, second = ranks[1].stderr.splitlines()
+    assert first.startswith("> watchdog: rank 1: ") and "rank 0's process, which keeps the heartbeats" in first
+    assert second.startswith("[rank 1] ends, since another rank has ended: ") and "typically" not in second
+
+
 LATE_READER = """
     with process.start(timeout_s=60) as place:
         import time, torch
