@@ -203,8 +203,8 @@ def run_on_all_ranks(comm: ObjectCollectives, action: Callable[[], T]) -> list[T
     """Run `action` on every rank; return the results in rank order on rank 0, None elsewhere.
 
     Returns when all ranks are done.  Raises UserError with the distinct problems of all ranks (an OSError is one), the
-    OSError of a rank's machine, or RuntimeError naming the ranks where another exception occurred, on the other ranks as
-    a RunFailed, without a traceback.  The action must not communicate.
+    OSError of a rank's machine, or RuntimeError naming the ranks where another exception occurred, on the other ranks
+    as a RunFailed, without a traceback.  The action must not communicate.
     """
     result: T | None = None
     problems: tuple[str, ...] = ()

@@ -17,12 +17,15 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from megatron3d.checkpoint.publish import finished_checkpoints, iteration_folder, move_tracker_back
 from megatron3d.comm.objects import on_rank_0
 from megatron3d.config.schema import TrainConfig
 from megatron3d.errors import RunFailed
 from megatron3d.train.checkpointing import LoadOptions, describe, load_newest, source_of
 from megatron3d.train.run import Run
+from megatron3d.train.state import TrainState
 from megatron3d.train.step import Readout
 
 MIN_LOSSES = 16
@@ -131,12 +134,19 @@ class Rollbacks:
         return True
 
     def finish(self) -> None:
-        """Say how many steps were skipped; raise RunFailed where a run has come to its end without a finite one."""
+        """Say how many steps were skipped, before the last checkpoint is saved.
+
+        Raises RunFailed where a run has come to its end without a finite step, or stops after steps that updated
+        nothing and its weights are not finite: they are worth no checkpoint.
+        """
         run = self._run
         if run.runtime.rank == 0 and self._num_skipped:
             print(f"> {self._num_skipped} of {self._num_read} steps had non-finite gradients, and updated nothing")
         is_done = run.state.iteration == run.config.train.train_iters
-        if is_done and 0 < self._num_read == self._num_nonfinite and run.config.train.max_nonfinite_steps:
+        has_no_finite_step = 0 < self._num_read == self._num_nonfinite
+        if is_done and has_no_finite_step and run.config.train.max_nonfinite_steps:
+            self._fail()
+        if self.is_failing and not has_finite_weights(run.state):
             self._fail()
 
     def _fail(self) -> None:
@@ -151,6 +161,15 @@ class Rollbacks:
             f"iteration {self._iteration}: the last {self._num_nonfinite} steps had a non-finite loss or gradient; "
             f"{last} before; use a lower optimizer.lr or loss scale, or train.max_nonfinite_steps=null to go on"
         )
+
+
+def has_finite_weights(state: TrainState) -> bool:
+    """Return whether all weights are finite, on all ranks of the run."""
+    state.buffers.settle()
+    comm = state.model.comm
+    sums = torch.stack([flat.main.sum(dtype=torch.float64) for flat in state.buffers.flat_buffers])
+    num_bad = (~torch.isfinite(sums)).sum().to(torch.float32)
+    return not comm.all_reduce(num_bad.reshape(1), comm.mesh.names).wait().item()
 
 
 def roll_back(run: Run, spike: Spike, num_rollbacks: int, last_good: int) -> None:

@@ -170,6 +170,24 @@ def test_a_run_without_a_finite_step_fails(
     assert (tmp_path / "run/iter_0000005").is_dir() and not (tmp_path / "run/iter_0000007").exists()
 
 
+@pytest.mark.parametrize("is_lost", [True, False], ids=["lost weights", "good weights"])
+def test_a_stop_after_skipped_steps_saves_only_finite_weights(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_lost: bool
+) -> None:
+    """Bug that this finds: a stop requested while every step is skipped replaces the good checkpoint by NaN."""
+    saves = [*in_run(f"{tmp_path}/run"), "checkpoint.keep_latest_k=1", "train.train_iters=20"]
+    assert run(config, *saves, "train.exit_interval=5").code == ExitCode.STOPPED
+    if is_lost:
+        spoiled(monkeypatch, lambda s: s.iteration >= 5, math.nan)
+    else:
+        saves += ["train.precision=fp16", "train.loss_scale=1e12"]
+    outcome = run(config, *saves, "train.exit_interval=8")
+    assert "3 of 3 steps had non-finite gradients, and updated nothing" in outcome.out
+    assert [path.name for path in (tmp_path / "run").glob("iter_*")] == [f"iter_{5 if is_lost else 8:07d}"]
+    assert outcome.code == (ExitCode.CRASH if is_lost else ExitCode.STOPPED)
+    assert ("run/iter_0000005 is the last good checkpoint before" in outcome.err) == is_lost
+
+
 @pytest.mark.parametrize(
     ("typed", "words"),
     [
