@@ -301,7 +301,8 @@ def _remove(folder: Path, count: Callable[[], None]) -> None:
     gone = removal_folder(folder)
     remove(gone)
     folder.rename(gone)
-    for file in [path for path in gone.rglob("*") if path.is_symlink() or not path.is_dir()]:
+    inside = () if gone.is_symlink() else tuple(gone.rglob("*"))
+    for file in (path for path in inside if path.is_symlink() or not path.is_dir()):
         file.unlink(missing_ok=True)
         count()
     remove(gone)

@@ -72,6 +72,20 @@ def test_pruning_removes_only_what_the_policy_allows(tmp_path_factory, iteration
     assert last in stays and not list(root.glob(".*"))
 
 
+def test_a_linked_checkpoint_loses_its_link_and_not_its_files(tmp_path):
+    """Bug that this finds: what somebody has moved to another disk, and linked, is removed there."""
+    elsewhere, root = tmp_path / "elsewhere", tmp_path / "run"
+    elsewhere.mkdir()
+    (elsewhere / "index.json").touch()
+    root.mkdir()
+    (root / "iter_0000001").symlink_to(elsewhere)
+    (root / "iter_0000002").mkdir()
+    (root / "latest_checkpointed_iteration.txt").write_text("2")
+    prune(root, RetentionPolicy(1))
+    assert (elsewhere / "index.json").exists() and list(finished_checkpoints(root)) == [2]
+    assert not list(root.glob(".*"))
+
+
 def test_the_newest_non_persistent_checkpoint_stays(tmp_path, run_ranks):
     run_saves(run_ranks, tmp_path, RetentionPolicy(), 10, -12, -14)
     short = tmp_path / "non_persistent"
