@@ -12,8 +12,10 @@ of a file of up to WHOLE bytes.  Whatever is read in blocks is checked completel
 from __future__ import annotations
 
 import hashlib
+import os
 import struct
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from itertools import chain
@@ -122,6 +124,8 @@ class IndexedDataset:
             if path.stat().st_size <= WHOLE:
                 deque(self.blocks(path.suffix), maxlen=0)
         self._tokens: Tokens = np.asarray(np.memmap(self._bin, self.dtype, "r"))
+        self._descriptor = os.open(self._bin, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._descriptor)
 
     def tokens(self, start: int, stop: int) -> Tokens:
         """Return tokens [start, stop) of the whole corpus as stored, a view of the file."""
@@ -136,10 +140,17 @@ class IndexedDataset:
         if time.monotonic() >= self._next_check_s:
             self._require_unchanged()
             self._next_check_s = time.monotonic() + CHECK_S
-        size, count = self.dtype.itemsize, self.num_tokens - length + 1
-        assert count > 0, f"windows of {length} of {self.num_tokens} tokens"
-        every: Tokens = np.ndarray((count, length), self.dtype, self._tokens, strides=(size, size))
-        return every[offsets]
+        rows = np.empty((len(offsets), length), self.dtype)
+        for row, offset in zip(rows, offsets.tolist(), strict=True):
+            assert 0 <= offset <= self.num_tokens - length, f"tokens [{offset}, +{length}) of {self.num_tokens}"
+            self._read_into(row, offset)
+        return rows
+
+    def _read_into(self, row: Tokens, offset: int) -> None:
+        """Read tokens, not from the mapped file: where that has become shorter, that is SIGBUS, the process's end."""
+        place = offset * self.dtype.itemsize
+        if retried(self._bin, lambda: os.preadv(self._descriptor, [row.data], place)) != row.nbytes:
+            raise self._damaged(self._bin, "the file has changed since it was opened")
 
     def sequences(self, document: int) -> list[Tokens]:
         """Return the sequences of a document: its sentences, or one; raises UserError if its entries are damaged."""

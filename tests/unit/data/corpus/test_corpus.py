@@ -205,3 +205,12 @@ def test_a_corpus_that_changes_during_a_run_is_detected(prefix: Path, monkeypatc
     monkeypatch.setattr(time, "monotonic", lambda: now_s + indexed.CHECK_S)
     with pytest.raises(UserError, match="has changed since it was opened"):
         corpus.train.read(np.array([0]))
+
+
+def test_a_corpus_that_is_cut_off_during_a_run_does_not_end_the_process(prefix: Path) -> None:
+    """Bug that this finds: the system ends a process that reads a mapped file behind its end (SIGBUS)."""
+    corpus = opened(config(prefix), ByteTokenizer(None))
+    corpus.train.read(np.array([0]))
+    prefix.with_suffix(".bin").write_bytes(b"")
+    with pytest.raises(UserError, match="has changed since it was opened"):
+        corpus.train.read(np.array([0]))
