@@ -81,7 +81,12 @@ class TensorboardSink:
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Record the values of a step."""
-        self._write(step, lambda writer: [writer.add_scalar(name, value, step) for name, value in values.items()])
+
+        def write(writer: SummaryWriter) -> None:
+            for name, value in values.items():
+                writer.add_scalar(name, value, step)
+
+        self._write(step, write)
 
     def go_back(self, iteration: int) -> None:
         """Open another file, which hides the steps after the iteration."""

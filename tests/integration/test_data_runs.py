@@ -151,8 +151,8 @@ def test_a_stream_is_read_once_for_all_ranks_that_need_it(
     assert sum(count > 0 for count in reads) == 4 // copies, reads
     for one, other in zip(steps(tmp_path / "ranks"), steps(tmp_path / "whole"), strict=True):
         assert one == pytest.approx(other, rel=1e-10)
-    one, other = (read_meta(tmp_path / name / "iter_0000004").cursors for name in ("ranks", "whole"))
-    assert one == other and len(one) == 4
+    ours, theirs = (read_meta(tmp_path / name / "iter_0000004").cursors for name in ("ranks", "whole"))
+    assert ours == theirs and len(ours) == 4
 
 
 def count_reads(rank: int, world_size: int, config: Path, overrides: list[str]) -> int:

@@ -12,7 +12,7 @@ import time
 import pytest
 import torch
 
-from megatron3d.checkpoint import async_saver
+from megatron3d.checkpoint import async_saver, publish
 from megatron3d.checkpoint import store as write
 from megatron3d.checkpoint.async_saver import CheckpointSaver
 from megatron3d.checkpoint.publish import RetentionPolicy
@@ -200,7 +200,7 @@ def test_a_run_that_fails_waits_for_a_write_as_long_as_that_goes_on(tmp_path, mo
 
 def test_all_ranks_stay_until_old_checkpoints_are_removed(tmp_path, run_ranks, monkeypatch):
     """Bugs that this finds: the other ranks end, and srun kills rank 0; the watchdog ends a rank that removes files."""
-    removed, original = [], async_saver.prune
+    removed, original = [], publish.prune
 
     def prune_slowly(*arguments):
         time.sleep(0.5)
