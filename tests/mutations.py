@@ -270,8 +270,8 @@ MUTATIONS = [
     Mutation(
         "absorbed attention scales scores by the size of latents",
         "attention/attention.py",
-        "mask_BSL.unsqueeze(1), scale=scale, enable_gqa=True",
-        "mask_BSL.unsqueeze(1), enable_gqa=True",
+        "mask_BSL, softmax, scale)",
+        "mask_BSL, softmax)",
         LATENT_CACHE,
     ),
     Mutation(

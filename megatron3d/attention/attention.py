@@ -23,8 +23,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron3d.attention.packed import Visible, packed_attention, positions_of
-from megatron3d.attention.pairs import PLAIN_SOFTMAX, Drop, InPieces, PairInputs, PlainKernel, Softmax, add_sink, capped
-from megatron3d.attention.plan import DROPOUT_PIECE, DROPOUT_ROWS, HeadSplit, row_axes
+from megatron3d.attention.pairs import (
+    PLAIN_SOFTMAX,
+    Drop,
+    InPieces,
+    PairInputs,
+    PlainKernel,
+    Softmax,
+    WideMatmul,
+    add_sink,
+    capped,
+)
+from megatron3d.attention.plan import DROPOUT_PIECE, DROPOUT_ROWS, LONGEST, HeadSplit, row_axes
 from megatron3d.comm.interface import Comm
 from megatron3d.linear.collectives import W_DIMS, X_DIMS, gather, reduce
 from megatron3d.ops.dropout import dropout
@@ -162,9 +172,25 @@ def attention(
     return y.transpose(1, 2).reshape(batch * seq, num_heads * size)
 
 
-def masked_attention(q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, mask_BST: Tensor, softmax: Softmax) -> Tensor:
-    """Return attention [B, N, S, D] of queries to the keys of a KV cache that they see, with a cap or sinks."""
-    kernel = InPieces(PlainKernel(softmax.softcap))
+# Scores of a KV cache that are in memory at once, 1 GiB in fp32.
+_SCORES_AT_ONCE = 2**28
+
+
+def masked_attention(
+    q_BNSD: Tensor,
+    k_BGTD: Tensor,
+    v_BGTD: Tensor,
+    mask_BST: Tensor,
+    softmax: Softmax = PLAIN_SOFTMAX,
+    scale: float | None = None,
+) -> Tensor:
+    """Return attention [B, N, S, D] of queries to the keys of a KV cache that they see; heads share keys uncopied.
+
+    `scale` is the factor of the scores; None: that of the size of a head.
+    """
+    by_size = _SCORES_AT_ONCE // (q_BNSD.shape[0] * q_BNSD.shape[1] * k_BGTD.shape[2])
+    longest = min(max(by_size, 1), LONGEST)
+    kernel = InPieces(PlainKernel(softmax.softcap, scale=scale), longest)
     out, lse = kernel.forward(PairInputs(q_BNSD, k_BGTD, v_BGTD, False, mask_BST[:, None, None]))
     return add_sink(out, lse, softmax.sink_N)[0]
 
@@ -210,7 +236,7 @@ def piece_with_dropout(q: Tensor, k: Tensor, v: Tensor, queries: Sequence[int], 
     """Return attention [B, N, L, D] of the queries at these positions to the first T keys."""
     (batch, num_heads, _, size), num_keys = q.shape, k.shape[2]
     k, v = (t.repeat_interleave(num_heads // t.shape[1], dim=1) for t in (k, v))
-    scores = (q @ k.transpose(-1, -2) * size**-0.5).to(torch.promote_types(q.dtype, torch.float32))
+    scores: Tensor = WideMatmul.apply(q, k.mT) * size**-0.5
     rows = range(batch if at.visible.starts else 1)
     see = torch.stack([at.visible.mask(row, queries, range(num_keys), q.device) for row in rows])
     scores = capped(scores, at.softmax.softcap).masked_fill(see.logical_not_().unsqueeze(1), float("-inf"))
@@ -275,11 +301,19 @@ def padded(x: Tensor, size: int) -> Tensor:
 
 
 def absorbed_attention(
-    queries: tuple[Tensor, Tensor], latents_BLR: Tensor, weights: tuple[Tensor, Tensor], mask_BSL: Tensor, scale: float
+    queries: tuple[Tensor, Tensor],
+    latents_BLR: Tensor,
+    weights: tuple[Tensor, Tensor],
+    mask_BSL: Tensor,
+    scale: float,
+    softmax: Softmax = PLAIN_SOFTMAX,
 ) -> Tensor:
     """Return attention [B, S, N, D] to cached latents, with the up projections absorbed in queries and output.
 
         score = (W_k^T q) c + q_pos k_pos        output = W_v (sum of weights c)
+
+    All heads read the one latent of a position, so they are rows of one matmul; torch's fused attention would copy the
+    cache once for each head.
 
     Args:
         queries: those without positions [B, S, N, D], and rotated ones [B, S, N, P].
@@ -290,7 +324,5 @@ def absorbed_attention(
     (q, q_pos), (w_k, w_v) = queries, weights
     q_BSNR = torch.cat((torch.einsum("bsnd,ndr->bsnr", q, w_k), q_pos), dim=-1)
     keys, values = latents_BLR.unsqueeze(1), latents_BLR[..., : w_v.shape[-1]].unsqueeze(1)
-    y_BNSR = F.scaled_dot_product_attention(
-        q_BSNR.transpose(1, 2), keys, values, mask_BSL.unsqueeze(1), scale=scale, enable_gqa=True
-    )
+    y_BNSR = masked_attention(q_BSNR.transpose(1, 2), keys, values, mask_BSL, softmax, scale)
     return torch.einsum("bnsr,ndr->bsnd", y_BNSR, w_v)

@@ -23,7 +23,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -162,20 +162,29 @@ KernelOf = Callable[[Pair], PairKernel]
 class PlainKernel:
     """Plain matmuls: for any device and dtype, with the scores of one pair, capped at `softcap`, in memory.
 
+    Scores and their gradients are in fp32 or wider, as in fused kernels.  Query heads that share keys are rows of one
+    matmul, so that no key is copied.
+
     Args:
         keep_BNLT: makes the mask of weights that dropout at a `rate` keeps; None: there is no dropout.
+        scale: factor of the scores; None: D^-0.5.
     """
 
     def __init__(
-        self, softcap: float | None = None, keep_BNLT: Callable[[torch.device], Tensor] | None = None, rate: float = 0.0
+        self,
+        softcap: float | None = None,
+        keep_BNLT: Callable[[torch.device], Tensor] | None = None,
+        rate: float = 0.0,
+        scale: float | None = None,
     ) -> None:
-        self._softcap, self._keep, self._rate = softcap, keep_BNLT, rate
+        self._softcap, self._keep, self._rate, self._scale = softcap, keep_BNLT, rate, scale
 
     def forward(self, pair: PairInputs) -> tuple[Tensor, Tensor]:
-        scores = _scores(pair, self._softcap)
+        scores = self._scores(pair)
         lse = scores.logsumexp(-1)
         weights = (scores - lse.unsqueeze(-1)).exp().nan_to_num_(0.0).to(pair.q_BNLD.dtype)
-        return (self._dropped(weights) @ pair.v_BGTD.unsqueeze(2)).flatten(1, 2), lse.flatten(1, 2)
+        out_BNLD = _by_query_head(_rows(self._dropped(weights)) @ pair.v_BGTD, weights)
+        return out_BNLD, lse.flatten(1, 2)
 
     def _dropped(self, weights: Tensor) -> Tensor:
         """Return weights or their gradients after dropout."""
@@ -187,36 +196,73 @@ class PlainKernel:
         q_BNLD, k_BGTD, v_BGTD, *_ = pair
         out, lse = merged
         groups = (k_BGTD.shape[1], -1)
-        scores = _scores(pair, self._softcap, is_again=True)
+        scores = self._scores(pair, is_again=True)
         weights = (scores - lse.unflatten(1, groups).unsqueeze(-1)).exp()
         delta = (dy_BNLD.to(weights.dtype) * out).sum(-1, keepdim=True).unflatten(1, groups)
-        q, dy = (t.unflatten(1, groups) for t in (q_BNLD, dy_BNLD))
-        dweights = self._dropped(dy @ v_BGTD.unsqueeze(2).mT)
+        q, dy = (_rows(t.unflatten(1, groups)) for t in (q_BNLD, dy_BNLD))
+        dweights = self._dropped(wide_matmul(dy, v_BGTD.mT).view_as(weights))
         dscores = weights * (dweights - delta)
         if self._softcap is not None:
             dscores *= cap_slope(scores, self._softcap)
-        dscores = dscores.to(q.dtype) * q.shape[-1] ** -0.5
-        dv = (self._dropped(weights).to(dy.dtype).mT @ dy).sum(2)
-        return Grads((dscores @ k_BGTD.unsqueeze(2)).flatten(1, 2), (dscores.mT @ q).sum(2), dv)
+        rows = _rows(dscores.mul_(self._scale_of(pair)).to(q.dtype))
+        dv = _rows(self._dropped(weights).to(dy.dtype)).mT @ dy
+        return Grads(_by_query_head(rows @ k_BGTD, weights), rows.mT @ q, dv)
+
+    def _scale_of(self, pair: PairInputs) -> float:
+        return pair.q_BNLD.shape[-1] ** -0.5 if self._scale is None else self._scale
+
+    def _scores(self, pair: PairInputs, is_again: bool = False) -> Tensor:
+        """Return scores [B, G, N / G, L, T] in fp32 or wider, -inf where a query does not see a key."""
+        q_BNLD, k_BGTD, _, is_causal, mask_LT = pair
+        q = q_BNLD.unflatten(1, (k_BGTD.shape[1], -1))
+        product = wide_matmul(_rows(q), k_BGTD.mT, is_again).mul_(self._scale_of(pair))
+        scores = capped(product.unflatten(2, q.shape[2:4]), self._softcap)
+        if is_causal:
+            mask_LT = q.new_ones(scores.shape[-2:], dtype=torch.bool).tril()
+        return scores if mask_LT is None else scores.masked_fill(~mask_LT, -math.inf)
 
 
-def _scores(pair: PairInputs, softcap: float | None, is_again: bool = False) -> Tensor:
-    """Return scores [B, G, N / G, L, T] in fp32 or wider, -inf where a query does not see a key."""
-    q_BNLD, k_BGTD, _, is_causal, mask_LT = pair
-    q, keys = q_BNLD.unflatten(1, (k_BGTD.shape[1], -1)), k_BGTD.unsqueeze(2).mT
-    product = _computed_again(q, keys) if is_again else q @ keys
-    scores: Tensor = product.to(torch.promote_types(q.dtype, torch.float32)) * q.shape[-1] ** -0.5
-    scores = capped(scores, softcap)
-    if is_causal:
-        mask_LT = q.new_ones(scores.shape[-2:], dtype=torch.bool).tril()
-    return scores if mask_LT is None else scores.masked_fill(~mask_LT, -math.inf)
+def _rows(x: Tensor) -> Tensor:
+    """Return [B, G, n L, ...] from [B, G, n, L, ...]."""
+    return x.flatten(2, 3)
 
 
-def _computed_again(q: Tensor, k: Tensor) -> Tensor:
-    """Return q @ k by the operation whose FLOPs `FlopMemoryMeter` does not count, as those of fused kernels."""
-    k = k.expand(*q.shape[:3], *k.shape[3:]).flatten(0, 2)
-    product_LT: Tensor = torch.baddbmm(q.new_zeros((1, 1, 1)), q.flatten(0, 2), k, beta=0).unflatten(0, q.shape[:3])
-    return product_LT
+def _by_query_head(rows: Tensor, weights: Tensor) -> Tensor:
+    """Return [B, N, L, D] from the rows [B, G, n L, D] of n heads for each key head."""
+    return rows.unflatten(2, weights.shape[2:4]).flatten(1, 2)
+
+
+def wide_matmul(x: Tensor, y: Tensor, is_again: bool = False) -> Tensor:
+    """Return x [B, G, L, D] @ y [B, G, D, T] in fp32 or wider, not rounded to the dtype of x.
+
+    Args:
+        is_again: by the operation whose FLOPs `FlopMemoryMeter` does not count, as those of fused kernels; it has no
+            output wider than its operands.
+    """
+    wide, (a, b) = torch.promote_types(x.dtype, torch.float32), (t.flatten(0, 1) for t in (x, y))
+    if x.device.type == "cpu":  # where no matmul has an output wider than its operands
+        a, b = a.to(wide), b.to(wide)
+    if a.dtype != wide:
+        product = torch.bmm(a, b, out_dtype=wide)
+    else:
+        product = torch.baddbmm(a.new_zeros((1, 1, 1)), a, b, beta=0) if is_again else torch.bmm(a, b)
+    found: Tensor = product.unflatten(0, x.shape[:2])
+    return found
+
+
+class WideMatmul(torch.autograd.Function):
+    """`wide_matmul` whose gradients have the dtypes of its operands."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(x, y)
+        return wide_matmul(x, y)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        x, y = ctx.saved_tensors
+        dy = dy.to(x.dtype)
+        return dy @ y.mT, x.mT @ dy
 
 
 class CpuKernel:

@@ -113,8 +113,7 @@ class Attention(nn.Module):
     def attend_heads(self, q: Tensor, k: Tensor, v: Tensor, at: Pass, kept: KeptResult | None) -> Tensor:
         """Return attention's output [M, F] for queries [B, S, N, D], keys and values [B, S, G, D]."""
         q = q if self.query_scale == 1 else q * self.query_scale
-        sinks = q.new_zeros(q.shape[2]) if self.has_sinks and self.sinks is None else self.sinks
-        softmax = Softmax(self.softcap, sinks)
+        softmax = self.softmax(q)
         among_ranks = partial(ContextAttention, self.heads.comm, at.order, self.heads, at.seq_length, softmax=softmax)
         if at.cached and self.context:
             inputs = among_ranks(Visible(None, self.window))
@@ -131,6 +130,11 @@ class Attention(nn.Module):
             inputs = among_ranks(visible or Visible(), drop, kept=kept, held=at.held_by(self.tokens))
             return context_attention(q, k, v, self.exchange, inputs)
         return attention(q, k, v, self.heads, drop, visible=visible, softmax=softmax)
+
+    def softmax(self, q: Tensor) -> Softmax:
+        """Return how the scores of queries [B, S, N, D] become weights."""
+        sinks = q.new_zeros(q.shape[2]) if self.has_sinks and self.sinks is None else self.sinks
+        return Softmax(self.softcap, sinks)
 
 
 class LatentAttention(Attention):
@@ -207,7 +211,7 @@ class LatentAttention(Attention):
         latents_BLR, _, mask_BSL = cached.extend(self.site, new_BSR, new_BSR[..., :0], self.window)
         rows = whole_weight(self.kv_up.weight, self.plan, self.comm).split((q.shape[2] * plain, q.shape[2] * values))
         weights = tuple(part.unflatten(0, (q.shape[2], -1)) for part in rows)
-        y = absorbed_attention((q, q_pos), latents_BLR, (weights[0], weights[1]), mask_BSL, self.scale)
+        y = absorbed_attention((q, q_pos), latents_BLR, (weights[0], weights[1]), mask_BSL, self.scale, self.softmax(q))
         return y.flatten(0, 1).flatten(1)
 
 

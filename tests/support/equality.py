@@ -260,6 +260,8 @@ LATENT_MODELS: Mapping[str, Mapping[str, Any]] = {
         "qk_head_dim": 6,
         "qk_pos_emb_head_dim": 8,
         "v_head_dim": 10,
+        "attention_softcap": 1.5,
+        "softmax_type": "learnable",
         "num_moe_experts": 8,
         "moe_layer_freq": (0, 1),
         "moe_router_topk": 2,

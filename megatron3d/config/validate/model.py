@@ -138,8 +138,6 @@ REPLACED = {
     "qk_layernorm": "the latents are always normalized",
     "rotary_percent": "RoPE rotates the last qk_pos_emb_head_dim channels of a head",
     "attention_output_gate": "its output has no gate",
-    "attention_softcap": "its scores have no cap",
-    "softmax_type": "its heads have no sinks",
 }
 
 

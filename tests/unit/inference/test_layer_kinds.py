@@ -73,6 +73,7 @@ KINDS: Mapping[str, dict[str, Any]] = {
         "rotary_interleaved": True,
         "softmax_scale": 0.4,
     },
+    "latents, a cap, sinks": {**LATENT, "attention_softcap": 0.7, "softmax_type": "off-by-one"},
     "latents, experts, biases, modules ahead": {
         **LATENT,
         "num_moe_experts": 4,

@@ -23,7 +23,7 @@ def problems(
 
 
 def test_heads_need_not_divide_hidden_size() -> None:
-    assert problems(LATENT) == []
+    assert problems({**LATENT, "attention_softcap": 5.0, "softmax_type": "learnable"}) == problems(LATENT) == []
     assert "does not divide model.hidden_size" in problems({})[0]
 
 
@@ -35,8 +35,6 @@ def test_heads_need_not_divide_hidden_size() -> None:
         ("qk_layernorm", True, "latents are always normalized"),
         ("rotary_percent", 0.5, "rotates the last qk_pos_emb_head_dim"),
         ("attention_output_gate", True, "has no gate"),
-        ("attention_softcap", 5.0, "no cap"),
-        ("softmax_type", "learnable", "no sinks"),
         ("position_embedding_type", "none", "use rope"),
         ("qk_pos_emb_head_dim", 7, "use 6 or 8"),
     ],
