@@ -251,18 +251,20 @@ def wide_matmul(x: Tensor, y: Tensor, is_again: bool = False) -> Tensor:
 
 
 class WideMatmul(torch.autograd.Function):
-    """`wide_matmul` whose gradients have the dtypes of its operands."""
+    """`wide_matmul` whose gradients have the dtypes of its operands; keeps them by head, as torch's matmul does."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
-        ctx.save_for_backward(x, y)
-        return wide_matmul(x, y)
+        by_head = [t.flatten(0, 1).unsqueeze(0) for t in (x, y)]
+        ctx.save_for_backward(*by_head)
+        return wide_matmul(*by_head).view(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
         x, y = ctx.saved_tensors
-        dy = dy.to(x.dtype)
-        return dy @ y.mT, x.mT @ dy
+        grad = dy.to(x.dtype).flatten(0, 1)
+        grads = grad @ y.squeeze(0).mT, x.squeeze(0).mT @ grad
+        return grads[0].unflatten(0, dy.shape[:2]), grads[1].unflatten(0, dy.shape[:2])
 
 
 class CpuKernel:

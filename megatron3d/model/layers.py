@@ -26,6 +26,7 @@ from megatron3d.attention.context.attention import (
     KeptResult,
     cached_context_attention,
     context_attention,
+    recomputed_attention,
 )
 from megatron3d.attention.kv_cache import CacheView
 from megatron3d.attention.packed import Visible
@@ -38,7 +39,6 @@ from megatron3d.model.modules import MLP, Build, HiddenDropout, Linear, Norm
 from megatron3d.model.spec import CORE_ATTN, MLA_UP_PROJ, attention_kind, has_experts, rotaries
 from megatron3d.ops.dropout import derive_seed
 from megatron3d.ops.norm import TORCH_NORMS
-from megatron3d.ops.recompute import recomputed
 
 
 class Attention(nn.Module):
@@ -77,8 +77,8 @@ class Attention(nn.Module):
 
     def forward(self, x_MH: Tensor, at: Pass) -> Tensor:
         qkv_MF = self.qkv(x_MH)
-        args = (qkv_MF, at, KeptResult()) if self.recomputes_core else (qkv_MF, at)
-        y_MF: Tensor = self.proj(recomputed(self.core, *args) if self.recomputes_core else self.core(*args))
+        compute = partial(recomputed_attention, self.core) if self.recomputes_core else self.core
+        y_MF: Tensor = self.proj(compute(qkv_MF, at))
         return y_MF
 
     def core(self, qkv_MF: Tensor, at: Pass, kept: KeptResult | None = None) -> Tensor:
@@ -169,11 +169,11 @@ class LatentAttention(Attention):
             values_MF = self.attend_latents(self.q_up(x_MR), c_MR, k_MP, at, at.cached)
         elif self.recomputes_up and not at.cached:
             k_MP = whole_features(k_MP, self.plan, self.comm)
-            values_MF = recomputed(self.project_up, x_MR, c_MR, k_MP, at, KeptResult())
+            values_MF = recomputed_attention(self.project_up, x_MR, c_MR, k_MP, at)
         else:
             inputs = self.q_up(x_MR), self.kv_up(c_MR), whole_features(k_MP, self.plan, self.comm), at
-            again = partial(recomputed, self.attend_up, *inputs, KeptResult())
-            values_MF = again() if self.recomputes_core else self.attend_up(*inputs)
+            attend_up = partial(recomputed_attention, self.attend_up) if self.recomputes_core else self.attend_up
+            values_MF = attend_up(*inputs)
         y_MH: Tensor = self.proj(values_MF)
         return y_MH
 

@@ -48,13 +48,33 @@ def recomputed(function: Callable[..., Tensor], *args: Any) -> Tensor:
     return y
 
 
+def saved_by_autograd(*tensors: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+    """Save tensors as autograd does, so that offloading and other hooks apply; return a function that brings them."""
+    dummy = torch.empty(0, requires_grad=True)
+    node: Any = _SaveOnly.apply(dummy, *(each.detach() for each in tensors)).grad_fn
+    return lambda: node.saved_tensors
+
+
+class _SaveOnly(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, dummy: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return dummy.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[None, ...]:
+        raise AssertionError("nothing is computed of what is only saved")
+
+
 def recompute_from_input(function: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> AbstractContextManager[None]:
     """Return a context in which autograd saves x instead of y = function(x), and recomputes y in backward."""
-    storage = y.untyped_storage()._cdata
+    if not torch.is_grad_enabled():
+        return contextlib.nullcontext()
+    storage, saved_x = y.untyped_storage()._cdata, saved_by_autograd(x)
 
     def compute() -> Tensor:
         with torch.no_grad():
-            return function(x)
+            return function(*saved_x())
 
     def pack(saved: Tensor) -> Tensor | Callable[[], Tensor]:
         return compute if saved.untyped_storage()._cdata == storage and saved.shape == y_shape else saved
@@ -63,9 +83,9 @@ def recompute_from_input(function: Callable[[Tensor], Tensor], x: Tensor, y: Ten
         return packed if isinstance(packed, Tensor) else packed()
 
     y_shape = y.shape
-    del y
+    del x, y
     hooks: AbstractContextManager[None] = saved_tensors_hooks(pack, unpack)
-    return hooks if torch.is_grad_enabled() else contextlib.nullcontext()
+    return hooks
 
 
 # Threads that touch the pages of new memory before it is page-locked, which one core does with 1 to 2 GB/s.

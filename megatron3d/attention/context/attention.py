@@ -69,6 +69,7 @@ from megatron3d.attention.pairs import (
 )
 from megatron3d.attention.plan import DROPOUT_PIECE, DROPOUT_ROWS
 from megatron3d.comm.interface import Comm
+from megatron3d.ops.recompute import recomputed, saved_by_autograd
 
 
 class KeptResult:
@@ -79,16 +80,33 @@ class KeptResult:
     """
 
     def __init__(self) -> None:
-        self._found: tuple[Tensor, Tensor] | None = None
+        self._found: Callable[[], tuple[Tensor, ...]] | None = None
 
     def put(self, y_MF: Tensor, lse: Tensor) -> None:
         """Keep the result of forward."""
-        self._found = y_MF.detach(), lse
+        found = y_MF.detach(), lse
+        self._found = lambda: found
+
+    def save(self) -> None:
+        """Let autograd save what is kept, outside the function that is recomputed, so that it may be offloaded."""
+        if self._found is not None:
+            self._found = saved_by_autograd(*self._found())
 
     def take(self) -> tuple[Tensor, Tensor] | None:
         """Return what forward has kept, once; None in forward."""
         found, self._found = self._found, None
-        return found
+        if found is None:
+            return None
+        y_MF, lse = found()
+        return y_MF, lse
+
+
+def recomputed_attention(function: Callable[..., Tensor], *args: Any) -> Tensor:
+    """Return function(*args, kept), recomputed for backward from its arguments and the attention that `kept` keeps."""
+    kept = KeptResult()
+    y_MF = recomputed(function, *args, kept)
+    kept.save()
+    return y_MF
 
 
 @dataclass(frozen=True)

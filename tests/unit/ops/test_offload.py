@@ -7,6 +7,7 @@ wait computes with NaN.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -16,11 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from megatron3d.attention.context.attention import KeptResult, recomputed_attention
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.data.loader import BatchLoader
 from megatron3d.ops import recompute as offload
-from megatron3d.ops.recompute import ActivationOffload, SideStream, SideWork, host_memory
+from megatron3d.ops.recompute import ActivationOffload, SideStream, SideWork, host_memory, recompute_from_input
 from megatron3d.train.state import build_state
 from megatron3d.train.step import StepSettings, train_step
 from megatron3d.verify.layouts import RandomSamples
@@ -118,6 +120,52 @@ def test_activations_leave_the_device() -> None:
     assert counts[1:] == counts[1:2] * 3 and counts[-1] <= 2 * NUM_LAYERS
 
 
+def recomputed_activation(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a layer's output, and what backward recomputes the activation from."""
+    y = x @ w
+    a = F.gelu(y)
+    with recompute_from_input(F.gelu, y, a):
+        return a @ w, y
+
+
+def recomputed_core(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a layer's output, and the result of attention, which recomputation finds where forward has put it."""
+    results: list[Tensor] = []
+
+    def core(x: Tensor, kept: KeptResult) -> Tensor:
+        found = kept.take()
+        y = x.sin() if found is None else x.sin() * 0 + found[0]
+        if found is None:
+            results.append(y.detach())
+            kept.put(y, y.detach().sum(-1))
+        return y
+
+    return recomputed_attention(core, x) @ w, results.pop()
+
+
+@pytest.mark.parametrize("compute", [recomputed_activation, recomputed_core])
+def test_what_recomputation_starts_from_leaves_the_device(
+    compute: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+) -> None:
+    """All bytes of what the layers before the last one keep are freed on the device, and backward is the same."""
+    grads = []
+    for used in (None, ActivationOffload(late)):
+        ws, kept = weights(), list[StorageWeakRef]()
+        offloaded = used.begin(ws, CPU) if used else None
+        x = torch.ones(SIZE, SIZE, dtype=torch.float64, requires_grad=True)
+        y = x * 1
+        for w in ws:
+            with offloaded.group() if offloaded else nullcontext():
+                y, inside = compute(y, w)
+            kept.append(StorageWeakRef(inside.untyped_storage()))
+            del inside
+        freed = sum(ref.expired() for ref in kept) * x.nbytes
+        y.sum().backward()
+        grads.append([each.grad for each in (x, *ws) if each.grad is not None])
+        assert freed == (0 if used is None else (NUM_LAYERS - 1) * x.nbytes)
+    assert all(torch.equal(one, other) for one, other in zip(*grads, strict=True))
+
+
 class Recorder(SideStream, SideWork):
     """Runs work at once and notes it."""
 
@@ -188,6 +236,11 @@ RUNS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "whole layers": (1, {}, {"recompute_granularity": "full", "recompute_num_layers": 2}),
     "1f1b": (2, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "1f1b"}, {}),
     "zb-v, ZeRO 3": (4, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-v", "zero_stage": 3}, {}),
+    "cores and activations on context ranks": (
+        2,
+        {"context_parallel_size": 2},
+        {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp_act"]},
+    ),
     "tensor": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}, {}),
 }
 
