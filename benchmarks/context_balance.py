@@ -22,7 +22,7 @@ from common.report import Row, show, write
 from megatron3d.attention.attention import AttentionHeads
 from megatron3d.attention.context.attention import ContextAttention, context_attention
 from megatron3d.attention.context.order import HeldPositions
-from megatron3d.attention.context.plan import LOAD_BALANCERS, ZIGZAG, TokenOrder, imbalance
+from megatron3d.attention.context.plan import LOAD_BALANCERS, ZIGZAG, TokenOrder, imbalance, work_before
 from megatron3d.attention.packed import Visible
 from megatron3d.comm.loopback import LoopbackComm
 from megatron3d.parallel.mesh import Mesh
@@ -52,7 +52,7 @@ def closed_form(kind: str, length: int, num_ranks: int, samples: int) -> Row:
     found: dict[str, str | int] = {"texts": kind, "positions": length, "ranks": num_ranks}
     for balancer in LOAD_BALANCERS:
         order = order_of(balancer, num_ranks)
-        ratios = [imbalance(order.held(length, starts), starts) for starts in every]
+        ratios = [imbalance(order.held(length, starts), work_before(length, starts)) for starts in every]
         found[balancer] = f"{statistics.mean(ratios):.3f}"
         found[f"{balancer}, worst"] = f"{max(ratios):.2f}"
     return found

@@ -844,8 +844,8 @@ MUTATIONS = [
     Mutation(
         "a piece of a window without its first key",
         "attention/plan.py",
-        "first - window + 1)",
-        "first - window + 2)",
+        "hidden = 0 if window is None else max(0, distance - window + 1)",
+        "hidden = 0 if window is None else max(0, distance - window + 2)",
         PAIRS,
     ),
     Mutation(
@@ -1011,8 +1011,8 @@ MUTATIONS = [
             (
                 "documents that continue on another rank are other documents",
                 "attention/plan.py",
-                "        number = document + cuts.index(begin)",
-                "        number = document + cuts.index(begin) + 100 * bool(found)",
+                "pairwise((low, *starts[document:end], high)), document)",
+                "pairwise((low, *starts[document:end], high)), document + 100 * bool(found))",
             ),
             (
                 "a ring moves keys and values by one rank past steps that it leaves out",
@@ -1123,32 +1123,32 @@ MUTATIONS = [
             (
                 "a document that begins with a chunk belongs to the one before",
                 "attention/plan.py",
-                "starts[document] <= low",
-                "starts[document] < low",
+                "document, end = bisect_right(starts, low)",
+                "document, end = bisect_left(starts, low)",
             ),
             (
                 "queries of a later rank see one key more than the window",
                 "attention/plan.py",
-                "distance + query.length <= window",
-                "distance + query.length <= window + 1",
+                "if distance + high - low <= window else",
+                "if distance + high - low <= window + 1 else",
             ),
             (
                 "the last key of a window on another rank is not seen",
                 "attention/plan.py",
-                "distance - key.length + 1 < window",
-                "distance - key.length + 2 < window",
+                "low + key.length - 1 - distance + window)",
+                "low + key.length - 2 - distance + window)",
             ),
             (
                 "a ring leaves out a step that some ranks need",
                 "attention/context/plan.py",
-                "if any(between(each, step)",
-                "if all(between(each, step)",
+                "if rank != reader:",
+                "if rank < reader:",
             ),
             (
                 "keys and values come from the rank ahead",
                 "attention/context/plan.py",
-                "held[reader - behind]",
-                "held[(reader + behind) % len(held)]",
+                "held[rank - behind]",
+                "held[(rank + behind) % len(held)]",
             ),
         )
     ),
@@ -1278,8 +1278,8 @@ MUTATIONS = [
     Mutation(
         "recomputed activation is its input",
         "ops/recompute.py",
-        "            return function(x)\n\n    def pack",
-        "            return x\n\n    def pack",
+        "            return function(*saved_x())\n\n    def pack",
+        "            return saved_x()[0]\n\n    def pack",
     ),
     Mutation(
         "weights gathered before those of their FSDP unit",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -74,7 +75,7 @@ class Kernel(Protocol):
     """Attention of a rank's sequences and its gradients; all tensors are [B, heads, S, D], the lse [B, N, S]."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> tuple[Tensor, Tensor]:
-        """Return the output and the log-sum-exp, in the kernel's own shape."""
+        """Return the output and the log-sum-exp."""
         ...
 
     def backward(self, dy: Tensor, saved: Saved, visible: Visible) -> Grads:
@@ -172,38 +173,52 @@ class VariableLength:
     """Flash attention over all documents of all sequences in one kernel; bf16 and fp16 on GPUs."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> tuple[Tensor, Tensor]:
-        bounds, longest = self.bounds(q, visible)
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        bounds, longest = document_bounds(visible.starts, q.shape[0], q.shape[2], q.device)
+        out, lse_NT, *_ = torch.ops.aten._flash_attention_forward(
             *map(_tokens, (q, k, v)), bounds, bounds, longest, longest, 0.0, True, False, **_window(visible)
         )
-        return out.unflatten(0, (q.shape[0], -1)).transpose(1, 2), lse
+        return _sequences(out, len(q)), lse_NT.unflatten(1, (len(q), -1)).transpose(0, 1)
 
     def backward(self, dy: Tensor, saved: Saved, visible: Visible) -> Grads:
         q, k, v, out, lse = saved
-        bounds, longest = self.bounds(q, visible)
+        bounds, longest = document_bounds(visible.starts, q.shape[0], q.shape[2], q.device)
+        lse_NT = lse.transpose(0, 1).flatten(1).contiguous()
         unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the random state of dropout, which is 0
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
             *map(_tokens, (dy, q, k, v, out)),
-            *(lse, bounds, bounds, longest, longest, 0.0, True, unused, unused),
+            *(lse_NT, bounds, bounds, longest, longest, 0.0, True, unused, unused),
             **_window(visible),
         )
-        dq, dk, dv = (grad.unflatten(0, (q.shape[0], -1)).transpose(1, 2) for grad in (dq, dk, dv))
-        return dq, dk, dv
+        return _sequences(dq, len(q)), _sequences(dk, len(q)), _sequences(dv, len(q))
 
-    @staticmethod
-    def bounds(q: Tensor, visible: Visible) -> tuple[Tensor, int]:
-        """Return the bounds of all documents among the tokens, int32 on q's device, and the longest document."""
-        batch, seq = q.shape[0], q.shape[2]
-        starts = visible.starts or ((),) * batch
-        places = [row * seq + start for row in range(batch) for start in (0, *starts[row])] + [batch * seq]
-        bounds = torch.tensor(places, dtype=torch.int32)
-        longest = int(bounds.diff().max())
-        return (bounds.pin_memory() if q.is_cuda else bounds).to(q.device, non_blocking=True), longest
+
+VARIABLE_LENGTH = VariableLength()
+
+
+@lru_cache(maxsize=16)
+def document_bounds(
+    starts: tuple[Starts, ...] | None, batch: int, seq_length: int, device: torch.device
+) -> tuple[Tensor, int]:
+    """Return the bounds of all documents among the tokens, int32 on the device, and the longest document.
+
+    All layers of a step, forward and backward, share one copy to the device.
+    """
+    every = starts or ((),) * batch
+    places = [row * seq_length + start for row in range(batch) for start in (0, *every[row])] + [batch * seq_length]
+    bounds = torch.tensor(places, dtype=torch.int32)
+    longest = int(bounds.diff().max())
+    return (bounds.pin_memory() if device.type != "cpu" else bounds).to(device, non_blocking=True), longest
 
 
 def _tokens(x: Tensor) -> Tensor:
     """Return [B * S, heads, D]."""
     return x.transpose(1, 2).flatten(0, 1)
+
+
+def _sequences(x: Tensor, num_sequences: int) -> Tensor:
+    """Return [B, heads, S, D] from [B * S, heads, D]."""
+    found: Tensor = x.unflatten(0, (num_sequences, -1)).transpose(1, 2)
+    return found
 
 
 def _window(visible: Visible) -> dict[str, int]:
@@ -219,14 +234,15 @@ class KernelChoice(NamedTuple):
     supports: Callable[[Tensor, Tensor], bool]
 
 
-def _has_flash(q: Tensor, k: Tensor) -> bool:
+def has_flash(q: Tensor, k: Tensor) -> bool:
+    """Return whether flash attention computes attention of q [B, N, S, D] and k on their device."""
     params = torch.backends.cuda.SDPAParams(q, k, k, None, 0.0, True, q.shape[1] != k.shape[1])
     return q.device.type != "cpu" and torch.backends.cuda.can_use_flash_attention(params)
 
 
 KERNELS = (
     KernelChoice("flash by pairs of rows", ByPairs(CPU), lambda q, k: q.device.type == "cpu"),
-    KernelChoice("variable-length flash", VariableLength(), _has_flash),
+    KernelChoice("variable-length flash", VARIABLE_LENGTH, has_flash),
     KernelChoice("plain matmuls by pairs of rows", ByPairs(PLAIN, LONGEST), lambda q, k: True),
 )
 

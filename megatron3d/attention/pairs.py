@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from megatron3d.attention.context.plan import Chunks
-from megatron3d.attention.plan import LONGEST, HeadSplit, Kind, Pair, Span
+from megatron3d.attention.plan import LONGEST, HeadSplit, Kind, Pair, Span, cut
 from megatron3d.ops.dropout import dropout, keep_mask
 
 VANILLA = "vanilla"
@@ -96,14 +96,11 @@ def cap_slope(scores: Tensor, softcap: float) -> Tensor:
 
 
 def add_sink(out_BNLD: Tensor, lse: Tensor, sink_N: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return output and log-sum-exp over the keys and the sink, each in its dtype.
-
-    The log-sum-exp is [B, N, L], or [N, B * L] as variable-length kernels have it.
-    """
+    """Return output and log-sum-exp [B, N, L] over the keys and the sink, each in its dtype."""
     if sink_N is None:
         return out_BNLD, lse
     sink = sink_N.to(lse.dtype).unsqueeze(-1)
-    share_BNL = _by_sequence(torch.sigmoid(lse - sink), len(out_BNLD))
+    share_BNL = torch.sigmoid(lse - sink)
     return (out_BNLD * share_BNL.unsqueeze(-1)).to(out_BNLD.dtype), torch.logaddexp(lse, sink)
 
 
@@ -111,14 +108,9 @@ def sink_grad(dy_BNLD: Tensor, out_BNLD: Tensor, lse: Tensor, sink_N: Tensor | N
     """Return the gradient of the sinks [N], given the output and the log-sum-exp with them: -weight (dy . out)."""
     if sink_N is None:
         return None
-    weight_BNL = _by_sequence((sink_N.to(lse.dtype).unsqueeze(-1) - lse).exp(), len(out_BNLD))
+    weight_BNL = (sink_N.to(lse.dtype).unsqueeze(-1) - lse).exp()
     along_BNL = (dy_BNLD.to(lse.dtype) * out_BNLD).sum(-1)
     return -(weight_BNL * along_BNL).sum((0, 2)).to(sink_N.dtype)
-
-
-def _by_sequence(x: Tensor, num_sequences: int) -> Tensor:
-    """Return [B, N, L] from itself or from [N, B * L]."""
-    return x if x.dim() == 3 else x.unflatten(1, (num_sequences, -1)).transpose(0, 1)
 
 
 class Grads(NamedTuple):
@@ -135,6 +127,8 @@ class PairInputs(NamedTuple):
     Attributes:
         is_causal: it sees those up to itself.
         mask_LT: True where it sees a key; None: everywhere, or up to itself.
+        window: keys that it sees before and behind the one at its place, counted from the last query and the last key,
+            in place of a mask; None: all.
     """
 
     q_BNLD: Tensor
@@ -142,6 +136,7 @@ class PairInputs(NamedTuple):
     v_BGTD: Tensor
     is_causal: bool = False
     mask_LT: Tensor | None = None
+    window: tuple[int, int] | None = None
 
 
 class PairKernel(Protocol):
@@ -213,7 +208,7 @@ class PlainKernel:
 
     def _scores(self, pair: PairInputs, is_again: bool = False) -> Tensor:
         """Return scores [B, G, N / G, L, T] in fp32 or wider, -inf where a query does not see a key."""
-        q_BNLD, k_BGTD, _, is_causal, mask_LT = pair
+        q_BNLD, k_BGTD, _, is_causal, mask_LT, _ = pair
         q = q_BNLD.unflatten(1, (k_BGTD.shape[1], -1))
         product = wide_matmul(_rows(q), k_BGTD.mT, is_again).mul_(self._scale_of(pair))
         scores = capped(product.unflatten(2, q.shape[2:4]), self._softcap)
@@ -229,7 +224,8 @@ def _rows(x: Tensor) -> Tensor:
 
 def _by_query_head(rows: Tensor, weights: Tensor) -> Tensor:
     """Return [B, N, L, D] from the rows [B, G, n L, D] of n heads for each key head."""
-    return rows.unflatten(2, weights.shape[2:4]).flatten(1, 2)
+    found: Tensor = rows.unflatten(2, weights.shape[2:4]).flatten(1, 2)
+    return found
 
 
 def wide_matmul(x: Tensor, y: Tensor, is_again: bool = False) -> Tensor:
@@ -255,7 +251,7 @@ class WideMatmul(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
-        by_head = [t.flatten(0, 1).unsqueeze(0) for t in (x, y)]
+        by_head = x.flatten(0, 1).unsqueeze(0), y.flatten(0, 1).unsqueeze(0)
         ctx.save_for_backward(*by_head)
         return wide_matmul(*by_head).view(*x.shape[:-1], y.shape[-1])
 
@@ -271,7 +267,7 @@ class CpuKernel:
     """torch's fused attention on CPUs."""
 
     def forward(self, pair: PairInputs) -> tuple[Tensor, Tensor]:
-        q_BNLD, k_BGTD, v_BGTD, is_causal, mask_LT = pair
+        q_BNLD, k_BGTD, v_BGTD, is_causal, mask_LT, _ = pair
         mask = None if mask_LT is None else _additive(mask_LT, q_BNLD.dtype)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q_BNLD, k_BGTD, v_BGTD, 0.0, is_causal, attn_mask=mask
@@ -280,7 +276,7 @@ class CpuKernel:
         return out, lse if mask_LT is None else lse.masked_fill(~mask_LT.any(-1), -math.inf)
 
     def backward(self, pair: PairInputs, dy_BNLD: Tensor, merged: tuple[Tensor, Tensor]) -> Grads:
-        q_BNLD, k_BGTD, v_BGTD, is_causal, mask_LT = pair
+        q_BNLD, k_BGTD, v_BGTD, is_causal, mask_LT, _ = pair
         mask = None if mask_LT is None else _additive(mask_LT, q_BNLD.dtype)
         return Grads(
             *torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -294,41 +290,39 @@ def _additive(mask_LT: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class FlashKernel:
-    """Flash attention on GPUs, for pairs without a mask in bf16 and fp16."""
+    """Flash attention on GPUs in bf16 and fp16, with windows in place of masks; query heads share keys uncopied."""
 
     def forward(self, pair: PairInputs) -> tuple[Tensor, Tensor]:
-        q_BNLD, k_BGTD, v_BGTD, is_causal, mask_LT = pair
-        assert mask_LT is None, "flash attention takes no mask"
-        k, v = _for_each_query_head(q_BNLD, k_BGTD, v_BGTD)
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q_BNLD, k, v, 0.0, is_causal)
-        return out, lse
+        assert pair.mask_LT is None, "flash attention takes no mask"
+        q, k, v = (t.transpose(1, 2) for t in pair[:3])
+        lengths = q.shape[1], k.shape[1]
+        rest, sides = (None, None, *lengths, 0.0, pair.is_causal, False), _sides(pair.window)
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *rest, **sides)
+        return out.transpose(1, 2), lse
 
     def backward(self, pair: PairInputs, dy_BNLD: Tensor, merged: tuple[Tensor, Tensor]) -> Grads:
-        q_BNLD, k_BGTD, v_BGTD, is_causal, _ = pair
-        k, v = _for_each_query_head(q_BNLD, k_BGTD, v_BGTD)
-        out, lse = merged[0], merged[1].contiguous()  # the kernel reads rows of the log-sum-exp without strides
+        dy, q, k, v, out = (t.transpose(1, 2) for t in (dy_BNLD, *pair[:3], merged[0]))
+        lse = merged[1].contiguous()  # the kernel reads rows of the log-sum-exp without strides
         unused = torch.empty(2, dtype=torch.uint64, device=k.device)  # the random state of dropout, which is 0
-        lengths = (q_BNLD.shape[2], k.shape[2])
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            dy_BNLD, q_BNLD, k, v, out, lse, None, None, *lengths, 0.0, is_causal, unused, unused[0]
-        )
-        groups = (k_BGTD.shape[1], -1)
-        return Grads(dq, dk.unflatten(1, groups).sum(2), dv.unflatten(1, groups).sum(2))
+        lengths, sides = (q.shape[1], k.shape[1]), _sides(pair.window)
+        rest = (None, None, *lengths, 0.0, pair.is_causal, unused, unused)
+        grads = torch.ops.aten._flash_attention_backward(dy, q, k, v, out, lse, *rest, **sides)
+        return Grads(*(grad.transpose(1, 2) for grad in grads))
 
 
-def _for_each_query_head(q: Tensor, *keys: Tensor) -> tuple[Tensor, ...]:
-    return tuple(t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) if t.shape[1] != q.shape[1] else t for t in keys)
+def _sides(window: tuple[int, int] | None) -> dict[str, int]:
+    return {} if window is None else {"window_size_left": window[0], "window_size_right": window[1]}
 
 
 CPU, PLAIN, FLASH = CpuKernel(), PlainKernel(), FlashKernel()
 
 
-def kernel_for(q: Tensor, kind: Kind) -> PairKernel:
-    """Return the kernel of a pair on this device, for this dtype and size of heads."""
+def kernel_for(q: Tensor) -> PairKernel:
+    """Return the kernel of pairs on this device, for this dtype and size of heads."""
     if q.device.type == "cpu":
         return CPU
     fits = q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
-    return FLASH if fits and kind is not Kind.MASKED else PLAIN
+    return FLASH if fits else PLAIN
 
 
 def window_mask(pair: Pair, window: int, device: torch.device) -> Tensor:
@@ -338,8 +332,26 @@ def window_mask(pair: Pair, window: int, device: torch.device) -> Tensor:
     return (distance_LT >= 0) & (distance_LT < window)
 
 
-def _mask(pair: Pair, window: int | None, device: torch.device) -> Tensor | None:
-    return window_mask(pair, window or sys.maxsize, device) if pair.kind is Kind.MASKED else None
+def _calls(
+    q: Tensor, pairs: Sequence[Pair], window: int | None, kernel: PairKernel | None, of_pair: KernelOf | None
+) -> Iterator[tuple[Pair, PairKernel]]:
+    """Yield the pairs that kernels take at once, pieces of those that need a mask, with the kernel of each."""
+    for pair in pairs:
+        alike = kernel or kernel_for(q)
+        takes_it = pair.kind is not Kind.MASKED or (alike is FLASH and of_pair is None)
+        for piece in (pair,) if takes_it else cut(pair, window):
+            yield piece, of_pair(piece) if of_pair else alike
+
+
+def _inputs(q: Tensor, k: Tensor, v: Tensor, pair: Pair, window: int | None, kernel: PairKernel) -> PairInputs:
+    """Return the inputs of a kernel, which sees a window by a mask, or where it can by the distances of its sides."""
+    if pair.kind is not Kind.MASKED:
+        return PairInputs(q, k, v, pair.kind is Kind.CAUSAL)
+    window = window or sys.maxsize
+    if kernel is not FLASH:
+        return PairInputs(q, k, v, False, window_mask(pair, window, q.device))
+    behind = pair.distance + q.shape[2] - k.shape[2]
+    return PairInputs(q, k, v, window=(window - 1 - behind, behind))
 
 
 def rows(x: Tensor, span: tuple[int, int], pair: Pair) -> Tensor:
@@ -362,12 +374,9 @@ class Merged:
 
     def add(self, kv: Tensor, pairs: tuple[Pair, ...], of_pair: KernelOf | None = None) -> None:
         """Add pairs with keys and values `kv` [2, B, G, T, D], in order."""
-        for pair in pairs:
+        for pair, kernel in _calls(self._q, pairs, self._window, self._kernel, of_pair):
             q, (k, v) = rows(self._q, pair.queries, pair), (rows(t, pair.keys, pair) for t in kv)
-            kernel = of_pair(pair) if of_pair else self._kernel or kernel_for(q, pair.kind)
-            mask = _mask(pair, self._window, q.device)
-            out, lse = kernel.forward(PairInputs(q, k, v, pair.kind is Kind.CAUSAL, mask))
-            del mask
+            out, lse = kernel.forward(_inputs(q, k, v, pair, self._window, kernel))
             if self._merged is None and q is self._q:
                 by_position = out.to(self._wide).transpose(1, 2).contiguous()  # as the output projection reads it
                 self._merged = by_position.transpose(1, 2), lse
@@ -413,12 +422,10 @@ class MergedGrads:
 
     def add(self, kv: Tensor, dkv: Tensor, pairs: tuple[Pair, ...], of_pair: KernelOf | None = None) -> None:
         """Add the gradients of pairs with `kv` [2, B, G, T, D] to those of the queries and to `dkv`, those of `kv`."""
-        for pair in pairs:
+        for pair, kernel in _calls(self._q, pairs, self._window, self._kernel, of_pair):
             dy, q, out, lse = (rows(t, pair.queries, pair) for t in (self._dy, self._q, *self._merged))
             k, v = (rows(t, pair.keys, pair) for t in kv)
-            kernel = of_pair(pair) if of_pair else self._kernel or kernel_for(q, pair.kind)
-            seen = pair.kind is Kind.CAUSAL, _mask(pair, self._window, q.device)
-            grads = kernel.backward(PairInputs(q, k, v, *seen), dy, (out, lse))
+            grads = kernel.backward(_inputs(q, k, v, pair, self._window, kernel), dy, (out, lse))
             rows(self.dq, pair.queries, pair).add_(grads.dq)
             rows(dkv[0], pair.keys, pair).add_(grads.dk)
             rows(dkv[1], pair.keys, pair).add_(grads.dv)
@@ -460,7 +467,7 @@ class InPieces:
 
     def _pieces(self, pair: PairInputs) -> Iterator[tuple[PairInputs, Rows, Rows]]:
         """Yield queries with the keys that they may see, and the rows of both in the pair."""
-        q_BNLD, k_BGTD, v_BGTD, is_causal, mask_LT = pair
+        q_BNLD, k_BGTD, v_BGTD, is_causal, mask_LT, _ = pair
         every, length = slice(None), q_BNLD.shape[2]
         for low in range(0, length, self._longest):
             high = min(low + self._longest, length)

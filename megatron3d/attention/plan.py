@@ -32,6 +32,7 @@ Only integers on the host decide, so that no rank waits for its device.  A windo
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -180,37 +181,39 @@ class Pair(NamedTuple):
     sequences: Span | None = None
 
 
-def segments(chunks: Iterable[Span], starts: Sequence[int] = (), window: int | None = None) -> tuple[Segment, ...]:
-    """Return the segments of a rank's chunks of positions, in the order of its rows.
+def segments(chunks: Iterable[Span], starts: Sequence[int] = ()) -> tuple[Segment, ...]:
+    """Return the segments of a rank's chunks of positions, in the order of its rows: one per chunk and document.
 
     Args:
         chunks: half-open ranges of positions, ascending.
         starts: first positions of the documents after the first one, ascending.
-        window: number of keys that a query sees, itself included.
     """
-    longest = None if window is None else min(max(window, SHORTEST), LONGEST)
-    found, row, document = [], 0, 0
+    found, row = list[Segment](), 0
     for low, high in chunks:
-        while document < len(starts) and starts[document] <= low:
-            document += 1
-        cuts = [low, *(start for start in starts[document:] if start < high), high]
-        for begin, end in pairwise(cuts):
-            number = document + cuts.index(begin)
-            for first in range(begin, end, longest or end - begin):
-                last = min(first + (longest or end - begin), end)
-                found.append(Segment((row, row + last - first), first, number))
-                row += last - first
+        document, end = bisect_right(starts, low), bisect_left(starts, high)
+        for number, (begin, last) in enumerate(pairwise((low, *starts[document:end], high)), document):
+            found.append(Segment((row, row + last - begin), begin, number))
+            row += last - begin
     return tuple(found)
 
 
-def classify(query: Segment, key: Segment, window: int | None) -> Kind | None:
-    """Return what a query segment sees of a key segment that is the same one or disjoint; None: nothing."""
-    distance = query.first - key.first
+def seen(query: Segment, key: Segment, window: int | None) -> Pair | None:
+    """Return the rows of a query segment and of one that is the same or disjoint that see and are seen; None: none."""
+    distance, (low, high), first = query.first - key.first, query.rows, key.rows[0]
     if query.document != key.document or distance < 0:
         return None
-    if window is None or distance + query.length <= window:
-        return Kind.WHOLE if distance else Kind.CAUSAL
-    return Kind.MASKED if distance - key.length + 1 < window else None
+    if distance == 0:
+        kind = Kind.CAUSAL if window is None or query.length <= window else Kind.MASKED
+        return Pair(query.rows, key.rows, kind)
+    if window is None:
+        return Pair(query.rows, key.rows, Kind.WHOLE, distance)
+    high = min(high, low + key.length - 1 - distance + window)
+    if high <= low:
+        return None
+    hidden = max(0, distance - window + 1)
+    distance -= hidden
+    kind = Kind.WHOLE if distance + high - low <= window else Kind.MASKED
+    return Pair((low, high), (first + hidden, key.rows[1]), kind, distance)
 
 
 def pairs(queries: Sequence[Segment], keys: Sequence[Segment], window: int | None = None) -> tuple[Pair, ...]:
@@ -222,10 +225,7 @@ def pairs(queries: Sequence[Segment], keys: Sequence[Segment], window: int | Non
     for key in keys:
         of_document.setdefault(key.document, []).append(key)
     found = [
-        Pair(query.rows, key.rows, kind, query.first - key.first)
-        for query in queries
-        for key in of_document.get(query.document, ())
-        if (kind := classify(query, key, window))
+        pair for query in queries for key in of_document.get(query.document, ()) if (pair := seen(query, key, window))
     ]
     whole = [pair for pair in found if pair.kind is Kind.WHOLE]
     others = [pair for pair in found if pair.kind is not Kind.WHOLE]
@@ -248,7 +248,7 @@ def own_pairs(rows: Sequence[Segment], window: int | None = None) -> tuple[Pair,
     return tuple(Pair((low, high), (low, high), Kind.CAUSAL) for low, high in spans)
 
 
-def num_pair_scores(found: Iterable[Pair], longest: int | None = None) -> int:
+def num_pair_scores(found: Iterable[Pair], window: int | None = None, longest: int | None = None) -> int:
     """Return the scores that kernels compute of pairs; those of causal and of masked pairs count all, as in MFU.
 
     Pairs of some sequences of a batch count once for each of them.
@@ -257,25 +257,49 @@ def num_pair_scores(found: Iterable[Pair], longest: int | None = None) -> int:
         longest: most queries that a kernel takes at once; causal pairs of more are computed in pieces.
     """
     return sum(
-        _num_scores(pair, longest) * (pair.sequences[1] - pair.sequences[0] if pair.sequences else 1) for pair in found
+        (piece.queries[1] - piece.queries[0])
+        * (piece.keys[1] - piece.keys[0])
+        * (pair.sequences[1] - pair.sequences[0] if pair.sequences else 1)
+        for pair in found
+        for piece in cut(pair, window, longest)
     )
 
 
-def _num_scores(pair: Pair, longest: int | None) -> int:
-    rows, keys = pair.queries[1] - pair.queries[0], pair.keys[1] - pair.keys[0]
-    if longest is None or pair.kind is not Kind.CAUSAL:
-        return rows * keys
-    return sum(min(longest, rows - low) * min(low + longest, rows) for low in range(0, rows, longest))
+def cut(pair: Pair, window: int | None = None, longest: int | None = None) -> Iterator[Pair]:
+    """Yield a pair in pieces of its queries with the keys that these may see, for kernels that need a mask or scores.
+
+    Args:
+        window: number of keys that a query sees, itself included.
+        longest: most queries of a piece; None: a masked pair is cut by its window, and others are not cut.
+    """
+    (low, high), (first, last), whole = pair.queries, pair.keys, pair.kind is Kind.WHOLE
+    step = min(longest or LONGEST, LONGEST)
+    if pair.kind is Kind.MASKED:
+        step = min(step, max(window or LONGEST, SHORTEST))
+    elif longest is None or high - low <= longest:
+        yield pair
+        return
+    for begin in range(low, high, step):
+        end, distance = min(begin + step, high), pair.distance + begin - low
+        if whole:
+            yield pair._replace(queries=(begin, end), distance=distance)
+            continue
+        hidden = 0 if window is None else max(0, distance - window + 1)
+        keys = (first + hidden, min(last, first + distance + end - begin))
+        distance -= hidden
+        yield Pair(
+            (begin, end), keys, _kind(end - begin, keys[1] - keys[0], distance, window), distance, pair.sequences
+        )
 
 
-def pieces(pair: Pair, longest: int) -> Iterator[Pair]:
-    """Yield a pair in pieces of at most `longest` queries; those of a causal pair are masked."""
-    low, high = pair.queries
-    kind = Kind.MASKED if pair.kind is Kind.CAUSAL and high - low > longest else pair.kind
-    for first in range(low, high, longest):
-        last = min(first + longest, high)
-        keys = (pair.keys[0], pair.keys[0] + last - low) if pair.kind is Kind.CAUSAL else pair.keys
-        yield pair._replace(queries=(first, last), keys=keys, kind=kind, distance=pair.distance + first - low)
+def _kind(num_queries: int, num_keys: int, distance: int, window: int | None) -> Kind:
+    """Return what consecutive queries see of consecutive keys of a document."""
+    if window is None or distance + num_queries <= window:
+        if distance == 0 and num_keys == num_queries:
+            return Kind.CAUSAL
+        if num_keys - 1 <= distance:
+            return Kind.WHOLE
+    return Kind.MASKED
 
 
 def _joined(whole: Iterable[Pair]) -> Iterator[Pair]:
@@ -334,7 +358,7 @@ def pairs_of_sequence(
         elif fits and (longest is None or high - low <= longest):
             found.append(Pair((low, high), (low, high), Kind.CAUSAL))
         else:
-            found += _pieces(low, high, window, longest)
+            found += cut(Pair((low, high), (low, high), Kind.MASKED), window, longest)
     return tuple(found)
 
 
@@ -377,14 +401,3 @@ def _neighbours(spans: Sequence[Span]) -> Iterator[list[Span]]:
             group = []
         group.append((low, high))
     yield group
-
-
-def _pieces(low: int, high: int, window: int | None, longest: int | None) -> Iterator[Pair]:
-    """Yield the pairs of one document, a piece of its queries in each."""
-    step = min(max(window or LONGEST, SHORTEST), LONGEST, longest or LONGEST)
-    for first in range(low, high, step):
-        last = min(first + step, high)
-        key = low if window is None else max(low, first - window + 1)
-        is_causal = key == first and (window is None or last - first <= window)
-        kind = Kind.CAUSAL if is_causal else Kind.MASKED
-        yield Pair((first, last), (key, last), kind, first - key)

@@ -40,6 +40,21 @@ def _attention_backward_flop(dy_shape: Shape, *qkv_shapes: Shape, **_: object) -
     return 2 * int(sdpa_flop_count(*qkv_shapes[:3]))
 
 
+def _flash_flop(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, *rest: Any, out_val: Any, **named: Any) -> int:
+    """Return the FLOPs of flash attention of [B, S, N, D]; torch's formula knows sequences between bounds alone."""
+    if bounds is not None:
+        found = flop_registry[torch.ops.aten._flash_attention_forward](q, k, v, bounds, *rest, **named, out_val=out_val)
+        return int(found)
+    return _attention_flop(*(t.transpose(1, 2).shape for t in (q, k, v)))
+
+
+def _flash_backward_flop(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any, out_val: Any, **named: Any
+) -> int:
+    """Return the FLOPs of four GEMMs, as `_attention_backward_flop` does."""
+    return 2 * _flash_flop(q, k, v, *rest, out_val=out_val, **named)
+
+
 def _recomputed_scores_flop(*_: object, **__: object) -> int:
     """Return no FLOPs for scores that attention's backward computes again from single operations."""
     return 0
@@ -58,7 +73,8 @@ def _formulas() -> Mapping[Any, Callable[..., int]]:
         aten._scaled_dot_product_cudnn_attention_backward: _attention_backward_flop,
     }
     wrapped = {kernel: shape_wrapper(formula) for kernel, formula in ours.items()}
-    return {**flop_registry, aten.addmm_: flop_registry[aten.addmm], **wrapped}
+    flash = {aten._flash_attention_forward: _flash_flop, aten._flash_attention_backward: _flash_backward_flop}
+    return {**flop_registry, aten.addmm_: flop_registry[aten.addmm], **wrapped, **flash}
 
 
 class FlopMemoryMeter(TorchDispatchMode):

@@ -286,7 +286,9 @@ def _ring_and_heads(exchange: str, at: ContextAttention, num_sequences: int) -> 
     if not heads:
         return Ring(num_heads, num_groups, plan, ring, comm, dropped=dropped)
     moved = HeadExchange(at.positions(place * num_inner, num_inner), heads, comm)
-    return RingAndHeads(num_heads, num_groups, moved, plan, ring, comm, dropped=dropped)
+    is_whole = not ring and at.drop is None and at.softmax.softcap is None
+    whole = at.visible if is_whole else None
+    return RingAndHeads(num_heads, num_groups, moved, plan, ring, comm, dropped=dropped, whole=whole)
 
 
 EXCHANGES: Mapping[str, Callable[[str, ContextAttention, int], Exchange]] = {

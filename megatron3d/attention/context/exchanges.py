@@ -25,6 +25,7 @@ from torch import Tensor
 
 from megatron3d.attention.context.order import PositionOrder, add_positions, cut_positions
 from megatron3d.attention.context.plan import GatheredPairs, HeadPart, RingPlan, head_parts, key_copies, num_parts
+from megatron3d.attention.packed import VARIABLE_LENGTH, Visible, has_flash
 from megatron3d.attention.pairs import DroppedPairs, KernelOf, Merged, MergedGrads, PairKernel
 from megatron3d.attention.plan import Span
 from megatron3d.comm.interface import Comm, Pending, completed
@@ -60,7 +61,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def attend(self, part: HeadPart, operands: Operands, kernel: PairKernel | None) -> Result:
-        """Return the output of a part, in fp32 or wider, and its log-sum-exp."""
+        """Return the output of a part and its log-sum-exp."""
 
     def heads(self, part: HeadPart) -> Span:
         """Return the query heads of a part among those of this rank's positions."""
@@ -90,7 +91,7 @@ class Exchange(ABC):
     def attend_backward(
         self, part: HeadPart, operands: Operands, result: Result, dy: Tensor, kernel: PairKernel | None
     ) -> Result:
-        """Return the gradients of a part's operands, in fp32 or wider."""
+        """Return the gradients of a part's operands; those that several pairs add to are in fp32 or wider."""
 
     @abstractmethod
     def send_grads(self, part: HeadPart, grads: Operands) -> Callable[[], Grads]:
@@ -242,6 +243,7 @@ class RingAndHeads(Ring):
 
     Args:
         num_heads, num_groups: query and key/value heads at this rank's positions.
+        whole: documents and window where a rank has whole sequences, which GPUs attend in by one kernel; else None.
     """
 
     def __init__(
@@ -254,8 +256,9 @@ class RingAndHeads(Ring):
         comm: Comm,
         *,
         dropped: DroppedPairs | None = None,
+        whole: Visible | None = None,
     ) -> None:
-        self._moved, ranks = moved, moved.num_ranks
+        self._moved, self._whole, ranks = moved, whole, moved.num_ranks
         self._copies, self._num_heads = key_copies(num_groups, ranks), num_heads // ranks
         groups = num_groups * self._copies // ranks
         super().__init__(self._num_heads, groups, plan, axes, comm, dropped=dropped, count=num_parts(groups))
@@ -281,6 +284,20 @@ class RingAndHeads(Ring):
         """Return a part of each rank's heads, [c, B, n, L, D]."""
         blocks: Tensor = x_BNLD.unflatten(1, (self._moved.num_ranks, -1)).movedim(1, 0)
         return blocks[:, :, slice(*heads)]
+
+    def attend(self, part: HeadPart, operands: Operands, kernel: PairKernel | None) -> Result:
+        if self._whole is None or not has_flash(operands.q, operands.kv[0]):
+            return super().attend(part, operands, kernel)
+        return VARIABLE_LENGTH.forward(operands.q, operands.kv[0], operands.kv[1], self._whole)
+
+    def attend_backward(
+        self, part: HeadPart, operands: Operands, result: Result, dy: Tensor, kernel: PairKernel | None
+    ) -> Result:
+        if self._whole is None or not has_flash(operands.q, operands.kv[0]):
+            return super().attend_backward(part, operands, result, dy, kernel)
+        saved = (operands.q, operands.kv[0], operands.kv[1], *result)
+        dq, dk, dv = VARIABLE_LENGTH.backward(dy, saved, self._whole)
+        return dq, torch.stack((dk, dv))
 
     def heads(self, part: HeadPart) -> Span:
         first = self._moved.rank * self._num_heads

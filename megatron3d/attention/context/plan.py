@@ -37,10 +37,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
+from heapq import heappop, heapreplace
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from megatron3d.attention.plan import Pair, Span, equal_documents, num_pair_scores, own_pairs, pairs, pieces, segments
+from megatron3d.attention.plan import (
+    Pair,
+    Segment,
+    Span,
+    cut,
+    equal_documents,
+    num_pair_scores,
+    own_pairs,
+    pairs,
+    seen,
+    segments,
+)
 from megatron3d.parallel.layout import span
 from megatron3d.parallel.matmul_plan import MatmulPlan, Traffic
 from megatron3d.parallel.mesh import Axes, Mesh
@@ -55,8 +67,11 @@ COUNTS, NEAR = (2, 4, 8, 16), 1.02
 SHORTEST_CHUNK = 128
 
 
-def rank_work(chunks: Sequence[Span], seq_length: int, starts: Sequence[int], window: int | None = None) -> int:
-    """Return the pairs of a query and a key that it sees, of the queries of a rank's chunks.
+Work = Callable[[int], int]
+
+
+def work_before(seq_length: int, starts: Sequence[int], window: int | None = None) -> Work:
+    """Return a function of a position: the pairs of an earlier query and a key that it sees.
 
     Args:
         starts: first positions of the documents after the first one, ascending.
@@ -69,12 +84,17 @@ def rank_work(chunks: Sequence[Span], seq_length: int, starts: Sequence[int], wi
         document = min(bisect_right(bounds, position), len(bounds) - 1) - 1
         return before[document] + _seen(position - bounds[document], window)
 
+    return until
+
+
+def rank_work(chunks: Sequence[Span], until: Work) -> int:
+    """Return the pairs of a query and a key that it sees, of the queries of a rank's chunks."""
     return sum(until(high) - until(low) for low, high in chunks)
 
 
-def imbalance(chunks: Chunks, starts: Sequence[int], window: int | None = None) -> float:
+def imbalance(chunks: Chunks, until: Work) -> float:
     """Return the work of the busiest rank over the mean."""
-    work = [rank_work(each, _length(chunks), starts, window) for each in chunks]
+    work = [rank_work(each, until) for each in chunks]
     return max(work) * len(work) / sum(work)
 
 
@@ -84,29 +104,33 @@ def balanced_chunks(zigzag: Chunks, starts: tuple[int, ...], window: int | None 
 
     Every rank holds as many positions as in `zigzag`; neighbouring chunks of a rank are joined.
     """
-    length, best, least = _length(zigzag), zigzag, imbalance(zigzag, starts, window)
-    per_rank = length // len(zigzag)
+    length = _length(zigzag)
+    until = work_before(length, starts, window)
+    best, least, per_rank = zigzag, imbalance(zigzag, until), length // len(zigzag)
     for count in COUNTS:
         is_long = per_rank >= count * SHORTEST_CHUNK or count <= COUNTS[1]
         if least <= NEAR or per_rank % count or not is_long:
             continue
-        found = _dealt(length, len(zigzag), count, starts, window)
-        if (worst := imbalance(found, starts, window)) < least:
+        found = _dealt(length, len(zigzag), count, until)
+        if (worst := imbalance(found, until)) < least:
             best, least = found, worst
     return best
 
 
-def _dealt(length: int, num_ranks: int, count: int, starts: tuple[int, ...], window: int | None) -> Chunks:
+def _dealt(length: int, num_ranks: int, count: int, until: Work) -> Chunks:
     """Return `count` chunks of equal size for each rank."""
     size = length // (num_ranks * count)
     chunks = [(low, low + size) for low in range(0, length, size)]
-    work = {chunk: rank_work((chunk,), length, starts, window) for chunk in chunks}
+    work = {chunk: rank_work((chunk,), until) for chunk in chunks}
     held: list[list[Span]] = [[] for _ in range(num_ranks)]
-    load = [0] * num_ranks
+    least = [(0, rank) for rank in range(num_ranks)]  # a heap of the ranks with fewer than `count` chunks
     for chunk in sorted(chunks, key=lambda chunk: (-work[chunk], chunk)):
-        rank = min((rank for rank in range(num_ranks) if len(held[rank]) < count), key=load.__getitem__)
+        load, rank = least[0]
         held[rank].append(chunk)
-        load[rank] += work[chunk]
+        if len(held[rank]) < count:
+            heapreplace(least, (load + work[chunk], rank))
+        else:
+            heappop(least)
     return tuple(joined(each) for each in held)
 
 
@@ -265,12 +289,12 @@ class RingPlan:
     def in_pieces(self, longest: int) -> RingPlan:
         """Return the plan with at most `longest` queries in a pair, for kernels that hold its scores."""
 
-        def cut(pairs: tuple[Pair, ...]) -> tuple[Pair, ...]:
-            return tuple(piece for pair in pairs for piece in pieces(pair, longest))
+        def pieces(pairs: tuple[Pair, ...]) -> tuple[Pair, ...]:
+            return tuple(piece for pair in pairs for piece in cut(pair, self.window, longest))
 
         first, second = self.own_parts
-        steps = tuple(RingStep(step.behind, cut(step.pairs)) for step in self.steps)
-        return replace(self, own=cut(self.own), own_parts=(cut(first), cut(second)), steps=steps)
+        steps = tuple(RingStep(step.behind, pieces(step.pairs)) for step in self.steps)
+        return replace(self, own=pieces(self.own), own_parts=(pieces(first), pieces(second)), steps=steps)
 
 
 class SequenceChunks(NamedTuple):
@@ -300,21 +324,38 @@ def sequence_chunks(chunks: Callable[[tuple[int, ...]], Chunks], starts: Starts)
 def plan_of_sequences(sequences: tuple[SequenceChunks, ...], rank: int, window: int | None = None) -> RingPlan:
     """Return the plan of one context rank for all its sequences."""
     size = len(sequences[0].chunks)
-    held = [[segments(each.chunks[place], each.starts, window) for each in sequences] for place in range(size)]
+    held = [[segments(each.chunks[place], each.starts) for each in sequences] for place in range(size)]
 
     def together(found: list[tuple[Pair, ...]]) -> tuple[Pair, ...]:
         listed = zip(sequences, found, strict=True)
         return tuple(pair._replace(sequences=each.rows) for each, some in listed for pair in some)
 
-    def between(reader: int, behind: int) -> tuple[Pair, ...]:
-        both = zip(held[reader], held[reader - behind], strict=True)
+    def between(behind: int) -> tuple[Pair, ...]:
+        both = zip(held[rank], held[rank - behind], strict=True)
         return together([pairs(queries, keys, window) for queries, keys in both])
 
-    own, parts = together([own_pairs(rows, window) for rows in held[rank]]), between(rank, 0)
-    needed = [step for step in range(1, size) if any(between(each, step) for each in range(size))]
+    own, parts = together([own_pairs(rows, window) for rows in held[rank]]), between(0)
+    needed = {step for place in range(len(sequences)) for step in _steps([each[place] for each in held], window)}
     half = len(parts) // 2
-    steps = tuple(RingStep(step, between(rank, step)) for step in needed)
+    steps = tuple(RingStep(step, between(step)) for step in sorted(needed))
     return RingPlan(own, (parts[:half], parts[half:]), steps, size, window)
+
+
+def _steps(held: Sequence[Sequence[Segment]], window: int | None) -> set[int]:
+    """Return how many ranks back any rank sees keys of one sequence, given the segments of every rank.
+
+    Segments are taken in the order of positions, each with those before it in its document and window, until all
+    steps are found: a document on few ranks has few segments, and one on many soon has every step.
+    """
+    size, found = len(held), set[int]()
+    listed = sorted((segment.first, segment, rank) for rank, mine in enumerate(held) for segment in mine)
+    for place, (_, query, reader) in enumerate(listed):
+        for _, key, rank in (listed[before] for before in range(place - 1, -1, -1)):
+            if len(found) == size - 1 or not seen(query, key, window):
+                break
+            if rank != reader:
+                found.add((reader - rank) % size)
+    return found
 
 
 # Most parts of an exchange: more parts hide more of it behind attention, in smaller messages.
@@ -465,10 +506,10 @@ def gathered_pairs(
     """Return the pairs of this rank's queries with the keys of all ranks."""
     rank, is_alike = order.mesh.index(order.context), not (order.by_documents and any(starts or ()))
 
-    def seen(documents: tuple[int, ...]) -> tuple[tuple[Pair, ...], tuple[Pair, ...]]:
+    def of(documents: tuple[int, ...]) -> tuple[tuple[Pair, ...], tuple[Pair, ...]]:
         held = order.held(seq_length, documents)
-        every = segments(sorted(chunk for chunks in held for chunk in chunks), documents, window)
-        mine = segments(held[rank], documents, window)
+        every = segments(sorted(chunk for chunks in held for chunk in chunks), documents)
+        mine = segments(held[rank], documents)
         if not is_alike:
             return (), pairs(mine, every, window)
         first = {segment.first for segment in mine}
@@ -477,10 +518,10 @@ def gathered_pairs(
 
     chunks = joined(order.chunks(seq_length)) if is_alike else ()
     if starts is None:
-        return GatheredPairs(*seen(()), chunks)
+        return GatheredPairs(*of(()), chunks)
     own, others = list[Pair](), list[Pair]()
     for row, each in enumerate(starts):
-        for found, some in zip((own, others), seen(each), strict=True):
+        for found, some in zip((own, others), of(each), strict=True):
             found += [pair._replace(sequences=(row, row + 1)) for pair in some]
     return GatheredPairs(tuple(own), tuple(others), chunks)
 
@@ -512,8 +553,8 @@ def scores_computed(
     count = len(starts or ((),))
     if exchange == GATHER:
         found = gathered_pairs(order, seq_length, starts, window)
-        return Fraction(num_pair_scores((*found.own, *found.others), longest), count)
+        return Fraction(num_pair_scores((*found.own, *found.others), window, longest), count)
     plan = exchange_ring(exchange, order, seq_length, starts, window)
     own = plan.own_parts if backward else (plan.own,)
-    scores = sum(num_pair_scores(each, longest) for each in (*own, *(step.pairs for step in plan.steps)))
+    scores = sum(num_pair_scores(each, window, longest) for each in (*own, *(step.pairs for step in plan.steps)))
     return Fraction(scores, count * shared)

@@ -28,7 +28,7 @@ from megatron3d.attention.context.plan import (
     head_axes,
     key_copies,
 )
-from megatron3d.attention.plan import DROPOUT_PIECE, DROPOUT_ROWS, LONGEST, Kind, Pair
+from megatron3d.attention.plan import DROPOUT_PIECE, DROPOUT_ROWS, LONGEST, Kind, Pair, cut
 from megatron3d.forecast.memory.activations import BACKWARD as EXPERTS_BACKWARD
 from megatron3d.forecast.memory.activations import (
     COMBINE,
@@ -142,26 +142,41 @@ def _ring_moment(local: LocalSizes, starts: Starts, part: _Part) -> int:
 
 def _largest(local: LocalSizes, pairs: Iterable[Pair], part: _Part) -> int:
     """Return the bytes of the pair that needs most: its gradients, its mask, and what its kernel works with."""
-    return max((_pair(local, pair, part) for pair in pairs), default=0)
+    has_scores = bool(local.arch.attention_dropout) or local.arch.attention_softcap is not None
+    is_plain = has_scores or (local.kernels.on_gpu and local.itemsize == local.wide)
+    if local.kernels.on_gpu and not is_plain:
+        return max((_fused_pair(local, pair, part) for pair in pairs), default=0)
+    pieces = (piece for pair in pairs for piece in (cut(pair, local.window) if pair.kind is Kind.MASKED else (pair,)))
+    return max((_pair(local, piece, part, is_plain) for piece in pieces), default=0)
 
 
-def _pair(local: LocalSizes, pair: Pair, part: _Part) -> int:
-    rows, keys = pair.queries[1] - pair.queries[0], pair.keys[1] - pair.keys[0]
+def _fused_pair(local: LocalSizes, pair: Pair, part: _Part) -> int:
+    """Return the bytes of a pair of flash attention on a GPU, which needs no mask; dQ is summed in fp32."""
+    rows, keys, size = _sizes(local, pair)
+    grads = size * (rows * part.heads + 2 * keys * part.groups) * local.itemsize
+    by_head = 2 * keys * part.heads * local.itemsize * (part.groups != part.heads)
+    return grads + size * rows * part.heads * local.wide + size * by_head
+
+
+def _sizes(local: LocalSizes, pair: Pair) -> tuple[int, int, int]:
+    """Return the rows of queries and of keys, and the features of one head for each of them, of all sequences."""
     sequences = local.sequences if pair.sequences is None else pair.sequences[1] - pair.sequences[0]
     size = sequences * local.arch.kv_channels
+    return pair.queries[1] - pair.queries[0], pair.keys[1] - pair.keys[0], size
+
+
+def _pair(local: LocalSizes, pair: Pair, part: _Part, is_plain: bool) -> int:
+    rows, keys, size = _sizes(local, pair)
     grads = size * (rows * part.heads + 2 * keys * part.groups) * local.itemsize
-    is_masked, on_gpu = pair.kind is Kind.MASKED, local.kernels.on_gpu
-    has_scores = bool(local.arch.attention_dropout) or local.arch.attention_softcap is not None
-    mask = rows * keys * (1 + local.itemsize * (not has_scores and not on_gpu)) * is_masked
+    is_masked = pair.kind is Kind.MASKED
+    mask = rows * keys * (1 + local.itemsize * (not is_plain)) * is_masked
     work = 0
-    if has_scores or (on_gpu and is_masked):
+    if is_plain:
         at_once = min(rows, LONGEST)
         kept = 5 if local.arch.attention_softcap is not None else 4  # in fp32; the other two have the model's dtype
-        work = sequences * part.heads * at_once * keys * (kept * local.wide + (6 - kept) * local.itemsize)
+        scores = size // local.arch.kv_channels * part.heads * at_once * keys
+        work = scores * (kept * local.wide + (6 - kept) * local.itemsize)
         work += 2 * size * keys * part.groups * local.wide * (at_once < rows)
-    elif local.kernels.sdpa_workspace and local.itemsize < local.wide:
-        work = size * rows * part.heads * local.wide
-        work += size * 4 * keys * part.heads * local.itemsize * (part.groups != part.heads)
     return max(grads + mask + work, _MASK_BYTES * rows * keys * is_masked)
 
 

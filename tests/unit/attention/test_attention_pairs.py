@@ -21,6 +21,8 @@ from megatron3d.attention.pairs import (
     window_mask,
 )
 from megatron3d.attention.plan import Kind, Pair
+from megatron3d.verify.flop_memory_meter import FlopMemoryMeter
+from tests.support.flash_attention import stand_in
 
 B, N, G, S, D = 3, 4, 2, 48, 8
 CASES = {
@@ -74,16 +76,17 @@ def error(found: list[Tensor], expected: list[Tensor]) -> float:
     return max((a.double() - b.double()).abs().max().item() for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("kernel", [CPU, PLAIN], ids=["fused", "plain"])
+@pytest.mark.parametrize("kernel", [CPU, PLAIN, FLASH], ids=["fused", "plain", "flash on GPUs"])
 @pytest.mark.parametrize("case", CASES)
 def test_one_rank(case: str, kernel: PairKernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron3d.attention.pairs.kernel_for", lambda q, kind: kernel)
+    stand_in(monkeypatch)
+    monkeypatch.setattr("megatron3d.attention.pairs.kernel_for", lambda q: kernel)
     assert error(in_pairs(*CASES[case]), whole(*CASES[case])) < 1e-12
 
 
 @pytest.mark.parametrize("kernel", [CPU, PLAIN], ids=["fused", "plain"])
 def test_bf16_is_as_near_as_the_dense_mask(kernel: PairKernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron3d.attention.pairs.kernel_for", lambda q, kind: kernel)
+    monkeypatch.setattr("megatron3d.attention.pairs.kernel_for", lambda q: kernel)
     case, exact = CASES["window over documents"], whole(*CASES["window over documents"])
     ours, dense = (error(each(*case, torch.bfloat16), exact) for each in (in_pairs, whole))
     assert ours < 1.5 * dense
@@ -120,13 +123,31 @@ def test_a_window_counts_the_query_itself() -> None:
 
 
 def test_kernels_of_a_gpu() -> None:
-    """Flash attention where it is exact: no mask, half precision, heads that it takes; else plain matmuls."""
+    """Flash attention in half precision, for heads that it takes; else plain matmuls."""
     half, single = (torch.empty(1, 2, 3, 64, dtype=dtype, device="meta") for dtype in (torch.bfloat16, torch.float32))
-    assert kernel_for(half, Kind.WHOLE) is FLASH
-    assert kernel_for(half, Kind.CAUSAL) is FLASH
-    assert kernel_for(half, Kind.MASKED) is PLAIN
-    assert kernel_for(single, Kind.WHOLE) is PLAIN
-    assert kernel_for(half[..., :20], Kind.WHOLE) is PLAIN
+    assert kernel_for(half) is FLASH
+    assert kernel_for(single) is PLAIN
+    assert kernel_for(half[..., :20]) is PLAIN
+
+
+def test_flash_attention_takes_a_window_of_two_chunks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call for each chunk, and one for the keys before the later chunk; no mask is made."""
+    calls = stand_in(monkeypatch)
+    monkeypatch.setattr("megatron3d.attention.pairs.kernel_for", lambda q: FLASH)
+    monkeypatch.setattr("megatron3d.attention.pairs.window_mask", None)
+    assert error(in_pairs(*CASES["window"]), whole(*CASES["window"])) < 1e-12
+    assert calls == ["forward"] * 3 + ["backward"] * 3
+
+
+def test_flops_of_flash_attention() -> None:
+    """Two matmuls forward, four backward, of shared keys as well; torch's formula takes heads for rows."""
+    q, k, v = (torch.empty(B, heads, S, D, dtype=torch.bfloat16, device="meta") for heads in (N, G, G))
+    pair = PairInputs(q, k, v, True)
+    with FlopMemoryMeter() as forward:
+        merged = FLASH.forward(pair)
+    with FlopMemoryMeter() as backward:
+        FLASH.backward(pair, q, merged)
+    assert (forward.flops, backward.flops) == (2 * 2 * B * N * S * S * D, 4 * 2 * B * N * S * S * D)
 
 
 def test_flash_attention_has_the_shapes_of_plain_matmuls() -> None:

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron3d.attention.context.plan import Chunks, ring_plan
-from megatron3d.attention.plan import Kind, Pair, own_pairs, pairs, segments
+from megatron3d.attention.context.plan import (
+    CONTEXT_EXCHANGES,
+    GATHER,
+    Chunks,
+    TokenOrder,
+    exchange_ring,
+    gathered_pairs,
+    ring_plan,
+)
+from megatron3d.attention.plan import Kind, Pair, cut, pairs, segments
+from megatron3d.parallel.mesh import Mesh
 
 LENGTH = 24
 Seen = list[tuple[int, int]]
@@ -81,12 +91,41 @@ def test_every_rank_takes_the_same_steps(layout: Chunks, starts: tuple[int, ...]
     assert len({tuple(step.behind for step in plan.steps) for plan in plans}) == 1
 
 
-def test_long_pieces_are_cut_only_for_windows() -> None:
-    chunks = ((0, 5000),)
-    assert [segment.length for segment in segments(chunks)] == [5000]
-    assert max(segment.length for segment in segments(chunks, (), 64)) == 256
-    assert max(segment.length for segment in segments(chunks, (), 4096)) == 1024
-    assert len(own_pairs(segments(chunks), None)) == 1
+@given(LAYOUTS, STARTS, WINDOWS, st.none() | st.integers(1, 9))
+def test_pieces_of_pairs_are_the_pairs(
+    layout: Chunks, starts: tuple[int, ...], window: int | None, longest: int | None
+) -> None:
+    for rank, queries in enumerate(map(positions, layout)):
+        for step in ring_plan(layout, rank, (starts,), window).steps:
+            keys = positions(layout[rank - step.behind])
+            for pair in step.pairs:
+                found = [each for piece in cut(pair, window, longest) for each in seen_by(piece, queries, keys, window)]
+                assert sorted(found) == sorted(seen_by(pair, queries, keys, window))
+                assert longest is None or all(
+                    p.queries[1] - p.queries[0] <= longest for p in cut(pair, window, longest)
+                )
+
+
+def test_long_pairs_are_cut_only_for_windows() -> None:
+    whole, masked = (Pair((0, 5000), (0, 5000), kind) for kind in (Kind.CAUSAL, Kind.MASKED))
+    assert list(cut(whole)) == [whole]
+    for window, most in ((64, 256), (4096, 1024)):
+        assert max(pair.queries[1] - pair.queries[0] for pair in cut(masked, window)) == most
+        assert max(pair.keys[1] - pair.keys[0] for pair in cut(masked, window)) <= most + window - 1
+
+
+@pytest.mark.parametrize("exchange", CONTEXT_EXCHANGES)
+def test_a_window_makes_a_few_pairs_of_any_length(exchange: str) -> None:
+    """At 131,072 positions, and at eight times as many: a pair for each chunk, and one for the chunk before it."""
+    for length in (2**17, 2**20):
+        order = TokenOrder((), ("context", "context_inner"), Mesh((("context", 8), ("context_inner", 2))).at(3))
+        if exchange == GATHER:
+            found = gathered_pairs(order, length, None, 1024)
+            counts = [len(found.own), len(found.others)]
+        else:
+            plan = exchange_ring(exchange, order, length, None, 1024)
+            counts = [len(plan.own), *(len(step.pairs) for step in plan.steps)]
+        assert sum(counts) <= 5, counts
 
 
 def test_zigzag_makes_one_pair_for_each_rank() -> None:

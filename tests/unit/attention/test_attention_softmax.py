@@ -29,8 +29,6 @@ from megatron3d.attention.pairs import (
     PairKernel,
     PlainKernel,
     Softmax,
-    add_sink,
-    sink_grad,
 )
 from megatron3d.attention.plan import LONGEST
 from megatron3d.comm.process_comm import ProcessComm
@@ -111,18 +109,6 @@ def test_pieces_of_queries(is_causal: bool) -> None:
     expected = (*merged, *whole.backward(pair, dy, merged))
     got = (*pieces.forward(pair), *pieces.backward(pair, dy, merged))
     assert max((a - b).abs().max().item() for a, b in zip(got, expected, strict=True)) < 1e-14
-
-
-def test_the_log_sum_exp_of_variable_length_kernels() -> None:
-    """They have [N, B * S] where others have [B, N, S]."""
-    out, dy = normal(B, N, S, D, seed=0), normal(B, N, S, D, seed=3)
-    lse, sinks = normal(B, N, S, seed=1), normal(N, seed=2)
-    flat = lse.transpose(0, 1).flatten(1)
-    expected, got = add_sink(out, lse, sinks), add_sink(out, flat, sinks)
-    torch.testing.assert_close(got[0], expected[0], rtol=1e-14, atol=1e-14)
-    torch.testing.assert_close(got[1], expected[1].transpose(0, 1).flatten(1), rtol=1e-14, atol=1e-14)
-    grads = [sink_grad(dy, each, lse, sinks) for each, lse in (expected, got)]
-    torch.testing.assert_close(grads[0], grads[1], rtol=1e-13, atol=1e-13)
 
 
 def test_no_tensor_has_all_scores() -> None:

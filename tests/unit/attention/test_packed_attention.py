@@ -16,9 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron3d.attention import packed as module
-from megatron3d.attention.packed import ByPairs, VariableLength, Visible, packed_attention
+from megatron3d.attention.packed import ByPairs, VariableLength, Visible, document_bounds, packed_attention
 from megatron3d.attention.pairs import CPU, PLAIN
 from megatron3d.attention.plan import pairs_of_sequence
+from tests.support.flash_attention import stand_in
 from tests.support.shards import error, normal
 
 NUM_HEADS, SIZE = 4, 8
@@ -126,6 +127,20 @@ class Largest(TorchDispatchMode):
         self._known.pop(key, None)
 
 
+def test_variable_length_attention_is_attention_by_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In shapes and in numbers; the bounds of documents go to the device once for all layers, forward and backward."""
+    stand_in(monkeypatch)
+    inputs, visible = projections(3, 10, 2, torch.float64), Visible(((3, 4), (), (9,)), 5)
+    kernels, found = (VariableLength(), ByPairs(PLAIN, 4)), []
+    document_bounds.cache_clear()
+    for kernel in kernels:
+        out, lse = kernel.forward(*inputs, visible)
+        found.append((out, lse, *kernel.backward(out.cos(), (*inputs, out, lse), visible)))
+    for ours, other in zip(*found, strict=True):
+        torch.testing.assert_close(ours, other, rtol=1e-12, atol=1e-12)
+    assert document_bounds.cache_info()[:2] == (1, 1)
+
+
 @pytest.mark.parametrize("restricted", ["documents", "window"])
 def test_memory_is_linear_in_the_sequence_length(restricted: str) -> None:
     peaks = []
@@ -154,10 +169,10 @@ def test_arguments_of_variable_length_attention(monkeypatch: pytest.MonkeyPatch)
         calls["backward"] = args, kwargs
         return args[1].clone(), args[2].clone(), args[3].clone()
 
-    for name, stand_in in (("forward", forward), ("backward", backward)):
+    for name, noted in (("forward", forward), ("backward", backward)):
         schema = getattr(torch.ops.aten, f"_flash_attention_{name}").default._schema
         assert {"window_size_left", "window_size_right"} <= {argument.name for argument in schema.arguments}
-        monkeypatch.setattr(torch.ops.aten, f"_flash_attention_{name}", stand_in)
+        monkeypatch.setattr(torch.ops.aten, f"_flash_attention_{name}", noted)
     kernel = VariableLength()
     out, lse = kernel.forward(*inputs, visible)
     assert out.shape == inputs[0].shape and torch.equal(out, inputs[0])

@@ -14,10 +14,12 @@ from torch import Tensor
 from megatron3d.attention import pairs as attention_pairs
 from megatron3d.attention.attention import AttentionHeads
 from megatron3d.attention.context import attention as context_attention_module
+from megatron3d.attention.context import exchanges
 from megatron3d.attention.context import plan as context_exchange
 from megatron3d.attention.context.attention import ContextAttention, KeptResult, context_attention
 from megatron3d.attention.context.plan import (
     CONTEXT_EXCHANGES,
+    HEADS,
     ExchangeSizes,
     HeadPart,
     TokenOrder,
@@ -33,6 +35,7 @@ from megatron3d.comm.recording import Recorder
 from megatron3d.ops.recompute import recomputed
 from megatron3d.parallel.matmul_plan import Traffic
 from megatron3d.parallel.mesh import Axes, Mesh
+from tests.support.flash_attention import stand_in
 from tests.support.turn_ranks import make_comm, run_turns
 from tests.unit.attention.context.test_ring_attention import (
     BATCH,
@@ -92,6 +95,17 @@ def test_parts_of_heads_and_recomputation(exchange: str, monkeypatch: pytest.Mon
     for mine, other, whole in zip(in_parts, again, at_once, strict=True):
         assert [torch.equal(a, b) for a, b in zip(mine[0], other[0], strict=True)] == [True] * 5
         assert error(mine[0], whole[0]) < 1e-13  # strides are others, and so may be the last bits of a matmul
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_whole_sequences_are_attended_by_one_kernel_on_gpus(recomputes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Documents and a window are arguments of one call for each part of a rank's heads."""
+    expected = run_turns(run, 2, HEADS, CASE, recomputes)
+    calls = stand_in(monkeypatch)
+    monkeypatch.setattr(exchanges, "has_flash", lambda q, k: True)
+    for mine, other in zip(run_turns(run, 2, HEADS, CASE, recomputes), expected, strict=True):
+        assert error(mine[0], other[0]) < 1e-12
+    assert calls.count("forward") == calls.count("backward") == 2 * num_parts(CASE.num_groups // 2)
 
 
 @pytest.mark.parametrize("exchange", CONTEXT_EXCHANGES)
