@@ -325,6 +325,14 @@ def kernel_for(q: Tensor) -> PairKernel:
     return FLASH if fits else PLAIN
 
 
+def kernel_name(q: Tensor, softcap: float | None, dropout: float) -> str:
+    """Return the name in the start-up report of the kernel of pairs on context ranks."""
+    if softcap is not None or dropout > 0:
+        return "plain matmuls"
+    kernel = kernel_for(q)
+    return "plain matmuls, windows by a mask" if kernel is PLAIN else "flash attention"
+
+
 def window_mask(pair: Pair, window: int, device: torch.device) -> Tensor:
     """Return a mask [L, T], True where a query sees a key: not after it, and fewer than `window` positions before."""
     queries = torch.arange(pair.queries[1] - pair.queries[0], device=device) + pair.distance

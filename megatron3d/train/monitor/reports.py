@@ -19,6 +19,7 @@ import torch
 
 from megatron3d import __version__
 from megatron3d.attention.packed import choose
+from megatron3d.attention.pairs import kernel_name
 from megatron3d.checkpoint.pieces import ranges_to_write
 from megatron3d.comm.interface import Comm
 from megatron3d.config.run_spec import RunSpec
@@ -104,8 +105,11 @@ def describe_context(state: TrainState) -> str | None:
     chunks = ", ".join(f"{low:,} to {high - 1:,}" for low, high in model.order.chunks(model.arch.seq_length))
     by_documents = f"1/{ranks} of the positions, by the documents of each sequence"
     held = by_documents if model.order.by_documents else f"positions {chunks}"
-    exchange = state.spec.config.parallel.cp_comm_type
-    return f"context: {ranks} ranks, of which this one has {held}; keys and values by {exchange}"
+    exchange, arch = state.spec.config.parallel.cp_comm_type, model.arch
+    q = state.buffers.flat_buffers[0].params.new_empty((1, 1, 1, arch.kv_channels))
+    kernel = kernel_name(q, arch.attention_softcap, arch.attention_dropout)
+    what = f"{ranks} ranks, of which this one has {held}; keys and values by {exchange}"
+    return f"context: {what}; pairs of rows by {kernel}"
 
 
 def describe_loss(state: TrainState) -> str:

@@ -17,6 +17,7 @@ from megatron3d.attention.pairs import (
     PairInputs,
     PairKernel,
     kernel_for,
+    kernel_name,
     merge,
     window_mask,
 )
@@ -128,6 +129,9 @@ def test_kernels_of_a_gpu() -> None:
     assert kernel_for(half) is FLASH
     assert kernel_for(single) is PLAIN
     assert kernel_for(half[..., :20]) is PLAIN
+    assert kernel_name(half, None, 0.0) == "flash attention"
+    assert {kernel_name(half, 5.0, 0.0), kernel_name(half, None, 0.1)} == {"plain matmuls"}
+    assert kernel_name(single, None, 0.0) == "plain matmuls, windows by a mask"
 
 
 def test_flash_attention_takes_a_window_of_two_chunks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

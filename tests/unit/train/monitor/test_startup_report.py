@@ -112,7 +112,8 @@ def context_everywhere(rank: int, world_size: int) -> None:
     length = state.model.arch.seq_length
     low, high = rank * length // 4, (3 - rank) * length // 4
     where = f"{low} to {low + length // 4 - 1}, {high} to {high + length // 4 - 1}"
-    assert line == f"context: 2 ranks, of which this one has positions {where}; keys and values by all_gather"
+    held = f"context: 2 ranks, of which this one has positions {where}; keys and values by all_gather"
+    assert line == f"{held}; pairs of rows by flash attention"
 
 
 def test_the_report_names_the_positions_of_a_context_rank() -> None:
