@@ -344,8 +344,8 @@ MUTATIONS = [
     Mutation(
         "partial outputs of split experts are not summed",
         "model/experts.py",
-        "y_MH = reduce_rows(sent.combine(self.experts(rows_RH, counts)), *shared_by)",
-        "y_MH = sent.combine(self.experts(rows_RH, counts))[: len(home_MH)]",
+        "y_MH = reduce_rows(sent.combine(self.experts(*sent.rows())), *shared_by)",
+        "y_MH = sent.combine(self.experts(*sent.rows()))[: len(home_MH)]",
         EXPERTS,
     ),
     Mutation(
@@ -386,8 +386,8 @@ MUTATIONS = [
     Mutation(
         "rows of experts in the order of the ranks that sent them",
         "experts/dispatch.py",
-        "return self._by_expert(self._rows()), self._counts",
-        "return self._rows(), self._counts",
+        "x_RH = self._by_expert(self._rows())",
+        "x_RH = self._rows()",
         EXPERT_EXCHANGE,
     ),
     Mutation(
@@ -398,10 +398,10 @@ MUTATIONS = [
         EXPERT_EXCHANGE,
     ),
     Mutation(
-        "weights at home without gradients",
+        "weights that were sent to other ranks without gradients",
         "experts/dispatch.py",
-        "RowOrder(routes.experts_MK, ranks.num_experts), routes.weights_MK\n",
-        "RowOrder(routes.experts_MK, ranks.num_experts), routes.weights_MK.detach()\n",
+        "take_weights(routes.weights_MK, self._order, self._order.num_slots)",
+        "take_weights(routes.weights_MK, self._order, self._order.num_slots).detach()",
         EXPERT_EXCHANGE,
     ),
     Mutation(
@@ -433,10 +433,10 @@ MUTATIONS = [
         EXPERTS,
     ),
     Mutation(
-        "weights of slots in the order of tokens",
+        "weights of rows in the order of tokens",
         "experts/rows.py",
-        "rows_RH *= weights_MK.flatten().index_select(0, order_R)",
-        "rows_RH *= weights_MK.flatten()[: len(order_R)]",
+        "weights_MK.flatten().index_select(0, order_R)",
+        "weights_MK.flatten()[: len(order_R)]",
         EXPERT_EXCHANGE,
     ),
     Mutation(
@@ -449,8 +449,15 @@ MUTATIONS = [
     Mutation(
         "biases of experts have gradients of all rows",
         "experts/grouped_matmul.py",
-        "[dy_RN[rows].sum(0) for rows in ranges(ctx.counts)]",
-        "[dy_RN.sum(0) for _ in ctx.counts]",
+        "[dy_RN[rows].sum(0) for rows in parts]",
+        "[dy_RN.sum(0) for _ in parts]",
+        GPT_OSS,
+    ),
+    Mutation(
+        "biases of experts have gradients of rows without their weights",
+        "experts/grouped_matmul.py",
+        "(dy_RN[rows] * weights_R[rows].unsqueeze(1)).sum(0)",
+        "dy_RN[rows].sum(0)",
         GPT_OSS,
     ),
     Mutation(

@@ -1,8 +1,8 @@
 """Exchange of tokens between the ranks that the experts of a layer are distributed over: a table of dispatchers.
 
     start     sends tokens            | what is computed before `rows`, such as shared experts, overlaps with it
-    rows      rows of this rank's experts, sorted by (expert, token, slot)
-    combine   outputs return, and the slots of each token are added in ascending order of experts
+    rows      rows of this rank's experts and their weights, sorted by (expert, token, slot)
+    combine   weighted outputs return, and those of each token are added in ascending order of experts
 
 A move of rows is two operations of autograd, `start` and `finish`.  In backward `finish` starts the collective of the
 gradients and `start` waits for it: autograd runs the backward of what was computed later first, so that what lies
@@ -14,17 +14,25 @@ E experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron3d.comm.interface import Comm, Counts, Pending
 from megatron3d.experts.plan import balanced, balanced_rows
 from megatron3d.experts.router import Routes
-from megatron3d.experts.rows import RowCounts, RowOrder, add_slots, by_expert, take_tokens
+from megatron3d.experts.rows import (
+    Groups,
+    RowCounts,
+    RowOrder,
+    add_rows,
+    by_expert,
+    groups_of,
+    take_tokens,
+    take_weights,
+)
 from megatron3d.parallel.mesh import Axes
 from megatron3d.parallel.modes.mode import ALLGATHER, ALLTOALL
 
@@ -130,12 +138,12 @@ class ExpertRanks:
 class Dispatched(Protocol):
     """Tokens on their way to the experts and back."""
 
-    def rows(self) -> tuple[Tensor, Sequence[int]]:
-        """Return the rows [R, H] of this rank's experts, and how many each has."""
+    def rows(self) -> tuple[Tensor, Tensor, Groups]:
+        """Return the rows [R, H] of this rank's experts, their weights [R], and how many each expert has."""
         ...
 
     def combine(self, y_RH: Tensor) -> Tensor:
-        """Return [M, H]: the weighted sum of the chosen experts' outputs for this rank's tokens."""
+        """Return [M, H]: the sum of the chosen experts' weighted outputs for this rank's tokens."""
         ...
 
 
@@ -153,40 +161,43 @@ class GatheredTokens:
         self._weights_MK = gather_rows(routes.weights_MK, axes, comm)
         self._tokens: Callable[[], Tensor] = start(x_MH, gathering(axes, comm)) if axes else lambda: x_MH
 
-    def rows(self) -> tuple[Tensor, Sequence[int]]:
+    def rows(self) -> tuple[Tensor, Tensor, Groups]:
         counts = self._counts.on_host
-        return take_tokens(self._tokens(), self._order, sum(counts), counts), counts
+        weights_R = take_weights(self._weights_MK, self._order, sum(counts))
+        groups = groups_of(counts, self._order.counts_E)
+        return take_tokens(self._tokens(), self._order, sum(counts)), weights_R, groups
 
     def combine(self, y_RH: Tensor) -> Tensor:
-        return reduce_rows(add_slots(y_RH, self._order, self._weights_MK, self._counts.on_host), self._axes, self._comm)
+        return reduce_rows(add_rows(y_RH, self._order), self._axes, self._comm)
 
 
 class ExchangedRows:
-    """A row for each choice of this rank's tokens on the rank of its expert; weights stay where the token is at home.
+    """A row for each choice of this rank's tokens, and its weight, on the rank of its expert.
 
     The host needs the numbers of rows; they are on their way to it while the device takes the rows.
     """
 
     def __init__(self, x_MH: Tensor, routes: Routes, ranks: ExpertRanks, once: Once) -> None:
-        self._order, self._weights_MK = RowOrder(routes.experts_MK, ranks.num_experts), routes.weights_MK
+        self._order = RowOrder(routes.experts_MK, ranks.num_experts)
         counts = once(lambda: _exchanged_counts(self._order, routes, ranks))
-        slots_SH = take_tokens(x_MH, self._order, routes.experts_MK.numel())
+        slots_SH = take_tokens(x_MH, self._order, self._order.num_slots)
+        weights_S = take_weights(routes.weights_MK, self._order, self._order.num_slots)
         sent, received = counts.on_host[: ranks.num_ranks], counts.on_host[ranks.num_ranks :]
         size = ranks.num_local
         arrived = [sum(received[place : place + size]) for place in range(0, len(received), size)]
-        self._counts = [sum(received[expert::size]) for expert in range(size)]
         self._move = exchanging(sent, arrived, ranks.axes, ranks.comm)
+        self._weights = start(weights_S[: sum(sent)].unsqueeze(1), self._move)
         self._rows = start(slots_SH[: sum(sent)], self._move)
-        self._by_expert, self._by_rank = by_expert(counts.numbers[ranks.num_ranks :].view(-1, size), sum(arrived))
+        counts_CE = counts.numbers[ranks.num_ranks :].view(-1, size)
+        self._groups = groups_of([sum(received[expert::size]) for expert in range(size)], counts_CE.sum(0))
+        self._by_expert, self._by_rank = by_expert(counts_CE, sum(arrived))
 
-    def rows(self) -> tuple[Tensor, Sequence[int]]:
-        return self._by_expert(self._rows()), self._counts
+    def rows(self) -> tuple[Tensor, Tensor, Groups]:
+        x_RH = self._by_expert(self._rows())
+        return x_RH, self._by_expert(self._weights()).squeeze(1), self._groups
 
     def combine(self, y_RH: Tensor) -> Tensor:
-        y_SH = moved(self._by_rank(y_RH), self._move.reversed())
-        without_row = self._order.num_slots - len(y_SH)
-        y_SH = F.pad(y_SH, (0, 0, 0, without_row)) if without_row else y_SH
-        return add_slots(y_SH, self._order, self._weights_MK)
+        return add_rows(moved(self._by_rank(y_RH), self._move.reversed()), self._order)
 
 
 def _exchanged_counts(order: RowOrder, routes: Routes, ranks: ExpertRanks) -> RowCounts:

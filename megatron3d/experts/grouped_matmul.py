@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron3d.comm.interface import Pending, completed
-from megatron3d.experts.rows import ranges
+from megatron3d.experts.rows import Groups, ranges
 from megatron3d.linear.gemm import NATIVE, Gemm
 from megatron3d.linear.main_grad import MainGrads, WgradQueue
 
@@ -34,53 +34,65 @@ def has_grouped_kernel(x_RK: Tensor, w_ENK: Tensor) -> bool:
     return torch.cuda.get_device_capability(x_RK.device) >= (9, 0)
 
 
-def grouped_product(x_RK: Tensor, w_ENK: Tensor, counts: Sequence[int], gemm: Gemm = NATIVE) -> Tensor:
-    """Return Y [R, N]: the first `counts[0]` rows times W_0^T, the next ones times W_1^T, and so on."""
-    y_RN = _by_one_kernel(x_RK, w_ENK.transpose(1, 2), counts, gemm)
+def grouped_product(x_RK: Tensor, w_ENK: Tensor, rows: Groups, gemm: Gemm = NATIVE) -> Tensor:
+    """Return Y [R, N]: the first expert's rows times W_0^T, the next one's times W_1^T, and so on."""
+    y_RN = _by_one_kernel(x_RK, w_ENK.transpose(1, 2), rows, gemm)
     if y_RN is None:
         y_RN = x_RK.new_empty((len(x_RK), w_ENK.shape[1]))
-        for rows, w_NK in zip(ranges(counts), w_ENK, strict=True):
-            if rows.stop > rows.start:
-                gemm.y(gemm.x(x_RK[rows]), gemm.w(w_NK), into_MN=y_RN[rows])
+        for part, w_NK in zip(ranges(rows.counts), w_ENK, strict=True):
+            if part.stop > part.start:
+                gemm.y(gemm.x(x_RK[part]), gemm.w(w_NK), into_MN=y_RN[part])
     return y_RN
 
 
-def grouped_input_grad(dy_RN: Tensor, w_ENK: Tensor, counts: Sequence[int], gemm: Gemm = NATIVE) -> Tensor:
-    """Return dX [R, K]: the first `counts[0]` rows times W_0, the next ones times W_1, and so on."""
-    dx_RK = _by_one_kernel(dy_RN, w_ENK, counts, gemm)
+def grouped_input_grad(dy_RN: Tensor, w_ENK: Tensor, rows: Groups, gemm: Gemm = NATIVE) -> Tensor:
+    """Return dX [R, K]: the first expert's rows times W_0, the next one's times W_1, and so on."""
+    dx_RK = _by_one_kernel(dy_RN, w_ENK, rows, gemm)
     if dx_RK is None:
         dx_RK = dy_RN.new_empty((len(dy_RN), w_ENK.shape[2]))
-        for rows, w_NK in zip(ranges(counts), w_ENK, strict=True):
-            if rows.stop > rows.start:
-                gemm.dx(gemm.dy(dy_RN[rows]), gemm.w(w_NK), into_MK=dx_RK[rows])
+        for part, w_NK in zip(ranges(rows.counts), w_ENK, strict=True):
+            if part.stop > part.start:
+                gemm.dx(gemm.dy(dy_RN[part]), gemm.w(w_NK), into_MK=dx_RK[part])
     return dx_RK
 
 
-def _by_one_kernel(a_RK: Tensor, b_EKN: Tensor, counts: Sequence[int], gemm: Gemm) -> Tensor | None:
+def _by_one_kernel(a_RK: Tensor, b_EKN: Tensor, rows: Groups, gemm: Gemm) -> Tensor | None:
     """Return the rows times the matrices of their experts by one kernel, where there is one."""
     if gemm is not NATIVE or not len(a_RK) or not has_grouped_kernel(a_RK, b_EKN):
         return None
-    ends = torch.tensor(counts, device=a_RK.device).cumsum(0).to(torch.int32)
-    return F.grouped_mm(a_RK, b_EKN, offs=ends)
+    return F.grouped_mm(a_RK, b_EKN, offs=rows.ends_E)
 
 
 class _AddBiases(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y_RN: Tensor, b_EN: Tensor, counts: tuple[int, ...]) -> Tensor:
+    def forward(ctx: Any, y_RN: Tensor, b_EN: Tensor, weights_R: Tensor | None, counts: tuple[int, ...]) -> Tensor:
         ctx.counts = counts
         ctx.mark_dirty(y_RN)
+        ctx.save_for_backward(*(() if weights_R is None else (b_EN, weights_R)))
         for rows, b_N in zip(ranges(counts), b_EN, strict=True):
-            y_RN[rows] += b_N
+            y_RN[rows] += b_N if weights_R is None else weights_R[rows].unsqueeze(1) * b_N
         return y_RN
 
     @staticmethod
-    def backward(ctx: Any, dy_RN: Tensor) -> tuple[Tensor, Tensor, None]:
-        return dy_RN, torch.stack([dy_RN[rows].sum(0) for rows in ranges(ctx.counts)]), None
+    def backward(ctx: Any, dy_RN: Tensor) -> tuple[Tensor | None, ...]:
+        parts = ranges(ctx.counts)
+        if not ctx.saved_tensors:
+            return dy_RN, torch.stack([dy_RN[rows].sum(0) for rows in parts]), None, None
+        b_EN, weights_R = ctx.saved_tensors
+        db_EN, dweights_R = torch.empty_like(b_EN), torch.empty_like(weights_R)
+        for rows, b_N, db_N in zip(parts, b_EN, db_EN, strict=True):
+            db_N.copy_((dy_RN[rows] * weights_R[rows].unsqueeze(1)).sum(0))
+            dweights_R[rows] = (dy_RN[rows] * b_N).sum(1, dtype=weights_R.dtype)
+        return dy_RN, db_EN, dweights_R, None
 
 
-def add_biases(y_RN: Tensor, b_F: Tensor, counts: Sequence[int]) -> Tensor:
-    """Add to the rows of each expert, in place, its part of the biases [E N]; return the rows."""
-    added_RN: Tensor = _AddBiases.apply(y_RN, b_F.unflatten(0, (len(counts), -1)), tuple(counts))
+def add_biases(y_RN: Tensor, b_F: Tensor, counts: Sequence[int], weights_R: Tensor | None = None) -> Tensor:
+    """Add to the rows of each expert, in place, its part of the biases [E N] times each row's weight; return the rows.
+
+    Args:
+        weights_R: weights of the rows; None: 1.
+    """
+    added_RN: Tensor = _AddBiases.apply(y_RN, b_F.unflatten(0, (len(counts), -1)), weights_R, tuple(counts))
     return added_RN
 
 
@@ -99,10 +111,10 @@ class GroupedMatmul:
         self.num_experts, self.main_grads, self.gemm = num_experts, main_grads, gemm
         self.wgrads = wgrads or WgradQueue(main_grads)
 
-    def __call__(self, x_RK: Tensor, w_FK: Tensor, counts: Sequence[int]) -> Tensor:
+    def __call__(self, x_RK: Tensor, w_FK: Tensor, rows: Groups) -> Tensor:
         """Return Y [R, N] for weights [E N, K] and the rows of each expert."""
-        assert len(counts) == self.num_experts, f"{len(counts)} counts for {self.num_experts} experts"
-        y_RN: Tensor = _Grouped.apply(x_RK, w_FK, self, tuple(counts))
+        assert len(rows.counts) == self.num_experts, f"{len(rows.counts)} counts for {self.num_experts} experts"
+        y_RN: Tensor = _Grouped.apply(x_RK, w_FK, self, rows)
         return y_RN
 
     def by_expert(self, w_FK: Tensor) -> Tensor:
@@ -121,17 +133,17 @@ class GroupedMatmul:
 
 class _Grouped(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_RK: Tensor, w_FK: Tensor, matmul: GroupedMatmul, counts: tuple[int, ...]) -> Tensor:
+    def forward(ctx: Any, x_RK: Tensor, w_FK: Tensor, matmul: GroupedMatmul, rows: Groups) -> Tensor:
         # The parameter itself names its main_grad; what is saved comes back as another tensor after recomputation.
-        ctx.matmul, ctx.counts, ctx.param = matmul, counts, w_FK
+        ctx.matmul, ctx.rows, ctx.param = matmul, rows, w_FK
         ctx.save_for_backward(x_RK, w_FK)
-        return grouped_product(x_RK, matmul.by_expert(w_FK), counts, matmul.gemm)
+        return grouped_product(x_RK, matmul.by_expert(w_FK), rows, matmul.gemm)
 
     @staticmethod
     def backward(ctx: Any, dy_RN: Tensor) -> tuple[Tensor | None, ...]:
         x_RK, w_FK = ctx.saved_tensors
-        matmul, counts, dy_RN = ctx.matmul, ctx.counts, dy_RN.contiguous()
+        matmul, rows, dy_RN = ctx.matmul, ctx.rows, dy_RN.contiguous()
         needs_dx, w_ENK = ctx.needs_input_grad[0], matmul.by_expert(w_FK)
-        dx = grouped_input_grad(dy_RN, w_ENK, counts, matmul.gemm) if needs_dx else None
-        dw = matmul.wgrads.submit(ctx.param, partial(matmul.wgrad, ctx.param, dy_RN, x_RK, counts))
+        dx = grouped_input_grad(dy_RN, w_ENK, rows, matmul.gemm) if needs_dx else None
+        dw = matmul.wgrads.submit(ctx.param, partial(matmul.wgrad, ctx.param, dy_RN, x_RK, rows.counts))
         return dx, None if dw is None else dw.wait(), None, None

@@ -20,7 +20,7 @@ So the ranks of an expert group are neighbours (parallel folding, Liu et al. 202
     alltoall     2 m h k (n - 1) / n          as forward              GShard, arXiv:2006.16668, for a balanced load
 
 `allgather` all-gathers tokens, choices (8 bytes each) and weights, and reduce-scatters outputs; `alltoall` sends a row
-for each choice to the rank of its expert and its output back, and its number of rows for each expert.
+for each choice, and its weight, to the rank of its expert and its output back, and its number of rows for each expert.
 """
 
 from __future__ import annotations
@@ -157,7 +157,8 @@ def forward_traffic(
         return [Traffic("all_gather", axes, each) for each in sent[:3]] + [Traffic("reduce_scatter", axes, sent[3])]
     counts = sizes.num_experts * _INDEX_BYTES * (num_ranks - 1) / num_ranks
     row = sizes.hidden * sizes.itemsize
-    calls = [Traffic("all_to_all", axes, each) for each in (counts, rows.there * row, rows.back * row)]
+    sent = [counts, rows.there * sizes.wide, rows.there * row, rows.back * row]
+    calls = [Traffic("all_to_all", axes, each) for each in sent]
     return calls[1:] if again else calls
 
 
@@ -170,7 +171,7 @@ def backward_traffic(
         sent = [(num_ranks - 1) * each for each in (whole, whole, weights)]
         return [Traffic("all_gather", axes, sent[0])] + [Traffic("reduce_scatter", axes, each) for each in sent[1:]]
     row = sizes.hidden * sizes.itemsize
-    return [Traffic("all_to_all", axes, each * row) for each in (rows.there, rows.back)]
+    return [Traffic("all_to_all", axes, each) for each in (rows.there * row, rows.back * sizes.wide, rows.back * row)]
 
 
 def tokens_traffic(
@@ -178,7 +179,7 @@ def tokens_traffic(
 ) -> Traffic:
     """Return the collective that is in flight during the shared experts: of tokens, or of their gradients."""
     if backward:
-        return backward_traffic(dispatcher, axes, sizes, num_ranks, rows)[1]
+        return backward_traffic(dispatcher, axes, sizes, num_ranks, rows)[1 if dispatcher == ALLGATHER else -1]
     return forward_traffic(dispatcher, axes, sizes, num_ranks, rows)[-2]
 
 

@@ -39,6 +39,27 @@ _SCORES: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+class _Logits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_MH: Tensor, w_EH: Tensor, wide: torch.dtype) -> Tensor:
+        ctx.wide = wide
+        ctx.save_for_backward(x_MH, w_EH)
+        return F.linear(x_MH.to(wide), w_EH.to(wide))
+
+    @staticmethod
+    def backward(ctx: Any, dy_ME: Tensor) -> tuple[Tensor, Tensor, None]:
+        x_MH, w_EH = ctx.saved_tensors
+        dw_EH = (dy_ME.T @ x_MH.to(ctx.wide)).to(w_EH.dtype)
+        return (dy_ME @ w_EH.to(ctx.wide)).to(x_MH.dtype), dw_EH, None
+
+
+def router_logits(x_MH: Tensor, w_EH: Tensor, bias_E: Tensor | None) -> Tensor:
+    """Return x W^T + bias [M, E] in fp32 or wider; backward keeps x and W in their own dtypes."""
+    wide = torch.promote_types(x_MH.dtype, torch.float32)
+    logits_ME: Tensor = _Logits.apply(x_MH, w_EH, wide)
+    return logits_ME if bias_E is None else logits_ME + bias_E.to(wide)
+
+
 def route(
     logits_ME: Tensor,
     experts: Experts,
@@ -134,7 +155,7 @@ class _WithLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, Tensor, None]:
-        return dx, torch.as_tensor(ctx.scale, dtype=ctx.like.dtype, device=ctx.like.device), None
+        return dx, ctx.like.new_ones(()) * ctx.scale, None
 
 
 def with_loss(x: Tensor, loss: Tensor, scale: Tensor | float) -> Tensor:

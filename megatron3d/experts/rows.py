@@ -1,8 +1,9 @@
 """Rows of tokens in the order of experts, and back: the part of a mixture of experts that every dispatcher shares.
 
-    tokens [M, H] -> rows [M K, H] sorted by (expert, token, slot) -> experts -> the slots of each token, added in order
+    tokens [M, H] -> rows [M K, H] sorted by (expert, token, slot) -> experts -> the rows of each token, added in order
 
-Forward and backward read rows by index and add them slot by slot, so that nothing is added with atomics.
+The experts weight their own outputs, so that the sum keeps no rows for backward.  Forward and backward read rows by
+index and add those of a token one after another, so that nothing is added with atomics.
 Letters: M tokens, H hidden, K experts of a token, R rows, E experts.
 """
 
@@ -11,9 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -39,15 +41,15 @@ class RowOrder:
         is_mine = (experts_MK >= 0) & (experts_MK < num_experts)
         sorted_S, self.order_S = experts_MK.where(is_mine, num_experts).flatten().sort(stable=True)
         self.counts_E = counts_of(sorted_S, num_experts)
-
-    @cached_property
-    def row_MK(self) -> Tensor:
-        """Place of each slot in the order."""
-        return inverse_of(self.order_S).view(-1, self.topk)
+        self._first: Tensor | None = None
 
     def first(self, num_rows: int) -> Tensor:
         """Return the places of the first rows, without the memory of the others."""
-        return self.order_S if num_rows == self.num_slots else self.order_S[:num_rows].clone()
+        if num_rows == self.num_slots:
+            return self.order_S
+        if self._first is None or len(self._first) != num_rows:
+            self._first = self.order_S[:num_rows].clone()
+        return self._first
 
 
 def inverse_of(order_R: Tensor) -> Tensor:
@@ -112,85 +114,90 @@ def by_expert(counts_CE: Tensor, num_rows: int) -> tuple[Callable[[Tensor], Tens
     )
 
 
-def _sum_of_slots(y_SH: Tensor, row_MK: Tensor, weights_MK: Tensor | None = None) -> Tensor:
-    """Return [M, H]: each token's rows, weighted, added slot by slot in fp32 or wider; every slot has a row."""
-    wide = torch.promote_types(y_SH.dtype, torch.float32)
-    total_MH = y_SH.new_zeros((len(row_MK), y_SH.shape[1]), dtype=wide)
-    for slot in range(row_MK.shape[1]):
-        rows_MH = y_SH.index_select(0, row_MK[:, slot])
-        if weights_MK is None:
-            total_MH += rows_MH
-        else:
-            total_MH.addcmul_(rows_MH, weights_MK[:, slot : slot + 1])
-    return total_MH.to(y_SH.dtype)
-
-
-def _sum_by_expert(
-    y_RH: Tensor, token_R: Tensor, counts: Sequence[int], num_tokens: int, weights_R: Tensor | None = None
-) -> Tensor:
-    """Return the same where few slots have a row, added expert by expert: of each a token has one row at most."""
-    wide = torch.promote_types(y_RH.dtype, torch.float32)
-    total_MH = y_RH.new_zeros((num_tokens, y_RH.shape[1]), dtype=wide)
-    for part in ranges(counts):
-        rows_RH = y_RH[part].to(wide) if weights_R is None else y_RH[part] * weights_R[part].unsqueeze(1)
-        total_MH.index_add_(0, token_R[part], rows_RH)
-    return total_MH.to(y_RH.dtype)
+def _add_rows(y_RH: Tensor, order_R: Tensor, num_tokens: int, topk: int) -> Tensor:
+    """Return [M, H]: each token's rows, added in ascending order of experts, in fp32 or wider, by one kernel."""
+    if not len(order_R):
+        return y_RH.new_zeros((num_tokens, y_RH.shape[1]))
+    if len(order_R) == num_tokens * topk:
+        by_token_R = inverse_of(order_R)
+        starts_M = torch.arange(0, len(order_R), topk, device=order_R.device)
+    else:
+        token_R, by_token_R = (order_R // topk).sort(stable=True)
+        starts_M = torch.searchsorted(token_R, torch.arange(num_tokens, device=order_R.device))
+    return F.embedding_bag(by_token_R, y_RH, starts_M, mode="sum")
 
 
 class _TakeTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_MH: Tensor, rows: RowOrder, num_rows: int, counts: Sequence[int]) -> Tensor:
-        token_R = rows.order_S[:num_rows] // rows.topk
-        ctx.num_tokens, ctx.counts = len(x_MH), None if num_rows == rows.num_slots else counts
-        ctx.save_for_backward(rows.row_MK if ctx.counts is None else token_R)
-        return x_MH.index_select(0, token_R)
+    def forward(ctx: Any, x_MH: Tensor, order_R: Tensor, topk: int) -> Tensor:
+        ctx.num_tokens, ctx.topk = len(x_MH), topk
+        ctx.save_for_backward(order_R)
+        return x_MH.index_select(0, order_R // topk)
 
     @staticmethod
-    def backward(ctx: Any, dy_RH: Tensor) -> tuple[Tensor | None, ...]:
-        (places,) = ctx.saved_tensors
-        if ctx.counts is None:
-            return _sum_of_slots(dy_RH, places), None, None, None
-        return _sum_by_expert(dy_RH, places, ctx.counts, ctx.num_tokens), None, None, None
+    def backward(ctx: Any, dy_RH: Tensor) -> tuple[Tensor, None, None]:
+        return _add_rows(dy_RH.contiguous(), *ctx.saved_tensors, ctx.num_tokens, ctx.topk), None, None
 
 
-class _AddSlots(torch.autograd.Function):
+class _TakeWeights(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y_RH: Tensor, weights_MK: Tensor, rows: RowOrder, counts: Sequence[int]) -> Tensor:
-        order_R = rows.first(len(y_RH))
-        ctx.save_for_backward(y_RH, weights_MK, order_R)
-        if len(y_RH) == rows.num_slots:
-            return _sum_of_slots(y_RH, rows.row_MK, weights_MK)
-        weights_R = weights_MK.flatten().index_select(0, order_R)
-        return _sum_by_expert(y_RH, order_R // rows.topk, counts, len(weights_MK), weights_R)
+    def forward(ctx: Any, weights_MK: Tensor, order_R: Tensor) -> Tensor:
+        ctx.shape = weights_MK.shape
+        ctx.save_for_backward(order_R)
+        return weights_MK.flatten().index_select(0, order_R)
 
     @staticmethod
-    def backward(ctx: Any, dout_MH: Tensor) -> tuple[Tensor | None, ...]:
-        y_RH, weights_MK, order_R = ctx.saved_tensors
-        rows_RH = dout_MH.index_select(0, order_R // weights_MK.shape[1])
-        of_rows_R = (rows_RH * y_RH).sum(-1, dtype=weights_MK.dtype)
-        dweights = torch.zeros_like(weights_MK).flatten().scatter_(0, order_R, of_rows_R).view_as(weights_MK)
-        rows_RH *= weights_MK.flatten().index_select(0, order_R).unsqueeze(-1)
-        return rows_RH, dweights, None, None
+    def backward(ctx: Any, dweights_R: Tensor) -> tuple[Tensor, None]:
+        (order_R,) = ctx.saved_tensors
+        return dweights_R.new_zeros(ctx.shape.numel()).scatter_(0, order_R, dweights_R).view(ctx.shape), None
 
 
-def take_tokens(x_MH: Tensor, rows: RowOrder, num_rows: int, counts: Sequence[int] = ()) -> Tensor:
-    """Return the first rows [R, H] in the order of experts.
+class _AddRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y_RH: Tensor, order_R: Tensor, num_tokens: int, topk: int) -> Tensor:
+        ctx.topk = topk
+        ctx.save_for_backward(order_R)
+        return _add_rows(y_RH, order_R, num_tokens, topk)
 
-    Args:
-        counts: rows of each expert; only read where some slots have no row.
-    """
-    y_RH: Tensor = _TakeTokens.apply(x_MH, rows, num_rows, counts)
+    @staticmethod
+    def backward(ctx: Any, dout_MH: Tensor) -> tuple[Tensor, None, None, None]:
+        (order_R,) = ctx.saved_tensors
+        return dout_MH.index_select(0, order_R // ctx.topk), None, None, None
+
+
+def take_tokens(x_MH: Tensor, rows: RowOrder, num_rows: int) -> Tensor:
+    """Return the first rows [R, H] in the order of experts."""
+    y_RH: Tensor = _TakeTokens.apply(x_MH, rows.first(num_rows), rows.topk)
     return y_RH
 
 
-def add_slots(y_RH: Tensor, rows: RowOrder, weights_MK: Tensor, counts: Sequence[int] = ()) -> Tensor:
-    """Return [M, H]: the sum over each token's slots, in ascending order of experts, of weight times row.
+def take_weights(weights_MK: Tensor, rows: RowOrder, num_rows: int) -> Tensor:
+    """Return the weights [R] of the first rows."""
+    weights_R: Tensor = _TakeWeights.apply(weights_MK, rows.first(num_rows))
+    return weights_R
 
-    Args:
-        counts: rows of each expert; only read where some slots have no row.
-    """
-    out_MH: Tensor = _AddSlots.apply(y_RH, weights_MK, rows, counts)
+
+def add_rows(y_RH: Tensor, rows: RowOrder) -> Tensor:
+    """Return [M, H]: the sum of each token's rows in ascending order of experts; nothing is kept but their order."""
+    out_MH: Tensor = _AddRows.apply(y_RH, rows.first(len(y_RH)), rows.num_slots // rows.topk, rows.topk)
     return out_MH
+
+
+class Groups(NamedTuple):
+    """Consecutive rows of experts.
+
+    Attributes:
+        counts: rows of each expert.
+        ends_E: end of each expert's rows, on the device, as int32.
+    """
+
+    counts: Sequence[int]
+    ends_E: Tensor
+
+
+def groups_of(counts: Sequence[int], counts_E: Tensor) -> Groups:
+    """Return the groups of these numbers of rows, on the host and on the device."""
+    return Groups(counts, counts_E.cumsum(0, dtype=torch.int32))
 
 
 def ranges(counts: Sequence[int]) -> list[slice]:

@@ -1,6 +1,6 @@
 """Mixture of experts in place of a layer's MLP, for every layout (Shazeer et al. 2017, arXiv:1701.06538).
 
-    residual -> relayout: whole rows -> router -> rows to experts -> fc1, activation, fc2 -> slots added -> residual
+    residual -> relayout: whole rows -> router -> rows to experts -> fc1, activation, fc2 -> rows added -> residual
                                               shared experts, while the rows are in flight
 
 The router and the combination run where a token is at home: on one rank, with all its features.
@@ -9,13 +9,15 @@ Letters: M tokens, H hidden, E experts, K experts of a token, R rows of experts,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from megatron3d.experts.dispatch import DISPATCH, ExpertRanks, gather_tokens, reduce_rows
 from megatron3d.experts.grouped_matmul import GroupedMatmul, add_biases
@@ -26,9 +28,11 @@ from megatron3d.experts.router import (
     choices_kept,
     counts_of_sequences,
     route,
+    router_logits,
     with_loss,
     z_terms,
 )
+from megatron3d.experts.rows import Groups
 from megatron3d.model.linear_spec import SHARED_FC1, SHARED_FC2
 from megatron3d.model.microbatch import Pass
 from megatron3d.model.modules import ACTIVATIONS, MLP, Build
@@ -49,15 +53,42 @@ class ExpertLinear(nn.Module):
         self.adds_bias = not any(build.comm.mesh.coord(axis) for axis in copies)
         self.matmul = GroupedMatmul(num_experts, build.main_grads, build.wgrads, build.gemm)
 
-    def forward(self, x_RK: Tensor, counts: Sequence[int]) -> Tensor:
-        y_RN = self.matmul(x_RK, self.weight, counts)
+    def forward(self, x_RK: Tensor, rows: Groups, weights_R: Tensor | None = None) -> Tensor:
+        """Return the outputs; `weights_R` are the weights that the rows have already, and the biases not yet."""
+        y_RN = self.matmul(x_RK, self.weight, rows)
         if self.bias is None:
             return y_RN
-        return add_biases(y_RN, self.bias if self.adds_bias else 0 * self.bias, counts)
+        return add_biases(y_RN, self.bias if self.adds_bias else 0 * self.bias, rows.counts, weights_R)
+
+
+class _Weighted(torch.autograd.Function):
+    """Activation of rows times their weights, which keeps the input alone and recomputes the activation in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x_RF: Tensor, weights_R: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.activation = activation
+        ctx.save_for_backward(x_RF, weights_R)
+        return activation(x_RF).mul_(weights_R.unsqueeze(1))
+
+    @staticmethod
+    def backward(ctx: Any, dy_RF: Tensor) -> tuple[Tensor, Tensor, None]:
+        x_RF, weights_R = ctx.saved_tensors
+        x_RF = x_RF.detach().requires_grad_()
+        with torch.enable_grad():
+            y_RF = ctx.activation(x_RF)
+        product_RF = dy_RF * y_RF.detach()
+        dweights_R = product_RF.sum(1, dtype=weights_R.dtype)
+        weighted_RF = torch.mul(dy_RF, weights_R.unsqueeze(1), out=product_RF)
+        of_y = get_gradient_edge(y_RF)
+        del y_RF  # its values are not needed any more
+        return *torch.autograd.grad(of_y, x_RF, weighted_RF), dweights_R, None
 
 
 class ExpertMLP(nn.Module):
-    """MLPs of this rank's experts: rows [R, H], sorted by expert, to [R, H]."""
+    """MLPs of this rank's experts: rows [R, H], sorted by expert, to [R, H], times their weights [R].
+
+    The rows are weighted between the linears, so that no output of an expert is kept for the weights' gradients.
+    """
 
     def __init__(self, name: str, num_experts: int, build: Build) -> None:
         super().__init__()
@@ -66,11 +97,15 @@ class ExpertMLP(nn.Module):
         self.fc2 = ExpertLinear(f"{name}.fc2", num_experts, build)
         self.recomputes_activation = build.recompute.recomputes(MLP_ACT)
 
-    def forward(self, x_RH: Tensor, counts: Sequence[int]) -> Tensor:
-        y_RF = self.fc1(x_RH, counts)
-        a_RF = self.activation(y_RF)
-        with recompute_from_input(self.activation, y_RF, a_RF) if self.recomputes_activation else nullcontext():
-            y_RH: Tensor = self.fc2(a_RF, counts)
+    def forward(self, x_RH: Tensor, weights_R: Tensor, rows: Groups) -> Tensor:
+        def weighted(y_RF: Tensor) -> Tensor:
+            a_RF: Tensor = _Weighted.apply(y_RF, weights_R, self.activation)
+            return a_RF
+
+        y_RF = self.fc1(x_RH, rows)
+        a_RF = weighted(y_RF)
+        with recompute_from_input(weighted, y_RF, a_RF) if self.recomputes_activation else nullcontext():
+            y_RH: Tensor = self.fc2(a_RF, rows, weights_R)
         return y_RH
 
 
@@ -89,8 +124,7 @@ class Router(nn.Module):
         self.state.add(name)
 
     def forward(self, x_MH: Tensor, at: Pass) -> Routes:
-        wide = torch.promote_types(x_MH.dtype, torch.float32)
-        logits_ME = F.linear(x_MH.to(wide), self.weight.to(wide), None if self.bias is None else self.bias.to(wide))
+        logits_ME = router_logits(x_MH, self.weight, self.bias)
         is_training = at.target is not None and torch.is_grad_enabled()
         counted = partial(self._count, at) if is_training else None
         expert_bias_E, once = self.state.row(self.name, "expert_bias"), partial(at.once, f"{self.name}.choice")
@@ -98,9 +132,8 @@ class Router(nn.Module):
         if not is_training:
             return routes
         assert at.target is not None, "only a pass that ends in the loss has losses of routers"
-        losses = self._losses(logits_ME, routes, at)
-        factors = losses.new_tensor((self.balance.coeff, self.balance.z_coeff))
-        loss = (losses * factors).sum()
+        balance, z = self._losses(logits_ME, routes, at)
+        loss = self.balance.coeff * balance + self.balance.z_coeff * z
         taken = self._within_capacity(routes, at)
         return taken._replace(weights_MK=with_loss(taken.weights_MK, loss, at.target.scale))
 
@@ -183,8 +216,7 @@ class MoE(nn.Module):
         shared_by = self.etensor, self.relayout.comm
         sent = DISPATCH[self.dispatcher](*gather_tokens(home_MH, routes, *shared_by), self.ranks, once)
         shared_MH = None if self.shared_experts is None else self.shared_experts(x_MH, at)  # while rows are in flight
-        rows_RH, counts = sent.rows()
-        y_MH = reduce_rows(sent.combine(self.experts(rows_RH, counts)), *shared_by)
+        y_MH = reduce_rows(sent.combine(self.experts(*sent.rows())), *shared_by)
         if self.shared_gate is not None and shared_MH is not None:
             return self.relayout.from_rows(y_MH + self.shared_gate(home_MH) * self.relayout.to_rows(shared_MH))
         y_MH = self.relayout.from_rows(y_MH)

@@ -20,7 +20,7 @@ from megatron3d.attention.plan import DROPOUT_ROWS
 from megatron3d.experts.plan import SEQUENCE, Experts, capacity_of
 from megatron3d.forecast.memory.local_sizes import KeptTensor, LocalMatmul, LocalSizes, activation_tensors
 from megatron3d.model.linear_spec import DOWN, FC1, KV_UP, MTP_LINEARS, PROJ, Q_UP, QKV, SHARED_FC1, SHARED_FC2
-from megatron3d.model.spec import CORE_ATTN, MLA_UP_PROJ, NO_RECOMPUTE, LayerRun, layer_counts, rotaries
+from megatron3d.model.spec import CORE_ATTN, MLA_UP_PROJ, MLP_ACT, NO_RECOMPUTE, LayerRun, layer_counts, rotaries
 from megatron3d.model.stage_plan import Stage
 from megatron3d.parallel.modes.mode import ALLGATHER
 
@@ -80,20 +80,20 @@ BACKWARD = (COMBINE, EXPERT_FC2, ACTIVATION, EXPERT_FC1, SHARED_FC2, SHARED_ACTI
 
 def expert_tensors(local: LocalSizes, experts: Experts) -> Iterator[KeptTensor]:
     """Yield what a mixture of experts keeps for backward, the norm's output included."""
-    combined = rows_combined(local, experts) * local.arch.hidden_size
     rows, hidden = local.expert_rows, local.arch.hidden_size
     moves = bool(local.mesh.nontrivial((*local.mode.residual[1], *local.mode.copies)))
-    is_narrow, home = local.itemsize < local.wide, local.home_tokens * hidden
-    if experts.shared_ffn_hidden_size or not (moves or is_narrow) or (experts.has_shared_gate and not moves):
+    home = local.home_tokens * hidden
+    if experts.shared_ffn_hidden_size or not moves:
         yield KeptTensor(ROUTER, "input of the layer", local.residual)
-    if is_narrow:
-        yield KeptTensor(ROUTER, "input and weight, widened", (home + experts.num_experts * hidden) * local.wide)
-    if moves and (experts.has_shared_gate or not is_narrow):
+    if moves:
         yield KeptTensor(ROUTER, "whole rows", home * local.itemsize)
     yield from _choice(local, experts)
     yield KeptTensor(EXPERT_FC1, "rows", rows * hidden * local.itemsize)
-    yield from activation_tensors(local, rows * local.expert_ffn * local.itemsize, (EXPERT_FC1, EXPERT_FC2))
-    yield KeptTensor(COMBINE, "rows of each slot", combined * local.itemsize)
+    inner = rows * local.expert_ffn * local.itemsize
+    yield KeptTensor(EXPERT_FC1, "output", (2 if local.is_gated else 1) * inner)
+    yield KeptTensor(ACTIVATION, "weights of rows", rows * local.wide)
+    if not local.recompute.recomputes(MLP_ACT):
+        yield KeptTensor(EXPERT_FC2, "input", inner)
     if experts.shared_ffn_hidden_size:
         yield from activation_tensors(local, local.inner(local.ffn), (SHARED_FC1, SHARED_FC2))
     if experts.has_shared_gate:
@@ -106,11 +106,10 @@ def _choice(local: LocalSizes, experts: Experts) -> Iterator[KeptTensor]:
     slots, ranks = local.gathered_tokens * experts.topk, local.mesh.size(local.mode.experts)
     yield KeptTensor(ROUTER, "choice", slots * INDEX)
     if local.mode.dispatcher == ALLGATHER and ranks > 1:
-        yield KeptTensor(ROUTER, "weights of all ranks", ranks * slots * local.wide)
-        yield KeptTensor(ROUTER, "order of rows", 2 * local.expert_rows * INDEX)
+        yield KeptTensor(ROUTER, "order of rows", local.expert_rows * INDEX)
     else:
         reordered = ranks > 1 and experts.num_experts > ranks
-        yield KeptTensor(ROUTER, "order of rows", 2 * slots * INDEX + 2 * reordered * local.expert_rows * INDEX)
+        yield KeptTensor(ROUTER, "order of rows", slots * INDEX + 2 * reordered * local.expert_rows * INDEX)
     yield KeptTensor(ROUTER, "weights", slots * local.wide)
     if experts.score_function != "softmax" or experts.pre_softmax:
         yield KeptTensor(ROUTER, "scores", scores)
@@ -126,25 +125,25 @@ def expert_peaks(local: LocalSizes, experts: Experts) -> Mapping[str, int]:
     ranks, parts = local.mesh.size(local.mode.experts), 2 if local.is_gated else 1
     one = local.arch.hidden_size * parts * local.expert_ffn * (local.itemsize < local.wide)
     gathered = local.gathered_tokens * local.arch.hidden_size * (ranks if _gathers(local) else local.etensor_ranks > 1)
+    combined = (1 + _exchanges(local)) * max(row, rows_combined(local, experts) * local.arch.hidden_size)
     return {
-        COMBINE: (gathered + 2 * max(row, rows_combined(local, experts) * local.arch.hidden_size)) * local.itemsize,
+        COMBINE: (gathered + combined) * local.itemsize,
         EXPERT_FC2: (row + inner + one) * local.itemsize,
-        ACTIVATION: (1 + parts) * inner * local.itemsize,
+        ACTIVATION: (5 if local.is_gated else 3) * inner * local.itemsize,
         EXPERT_FC1: (row + parts * inner + one) * local.itemsize,
-        ROUTER: row * local.itemsize + _sum_bytes(local),
+        ROUTER: row * local.itemsize + _sum_bytes(local, experts),
     }
 
 
-def combination_peak(local: LocalSizes) -> int:
-    """Return the transient bytes of the forward's end: the layer's input, the sum of slots, and rows that return.
+def combination_peak(local: LocalSizes, experts: Experts) -> int:
+    """Return the transient bytes of the forward's end: the layer's input, the sum of rows, these, and before a return.
 
     A forward that is recomputed follows the all-gather of its output's gradient.
     """
-    is_exchanged = local.mesh.size(local.mode.experts) > 1 and not _gathers(local)
-    tokens = local.gathered_tokens * local.mesh.size(local.mode.experts) if _gathers(local) else 0
-    again = tokens * (local.recompute.granularity == "full")
-    rows = again + is_exchanged * local.expert_rows
-    return local.residual + _sum_bytes(local) + rows * local.arch.hidden_size * local.itemsize
+    is_gathered = _gathers(local) or local.etensor_ranks > 1
+    again = _tokens_summed(local) * (local.recompute.granularity == "full" and is_gathered)
+    rows = again + rows_combined(local, experts) + _exchanges(local) * local.expert_rows
+    return local.residual + _sum_bytes(local, experts) + rows * local.arch.hidden_size * local.itemsize
 
 
 def rows_combined(local: LocalSizes, experts: Experts) -> int:
@@ -178,11 +177,24 @@ def _gathers(local: LocalSizes) -> bool:
     return local.mode.dispatcher == ALLGATHER and local.mesh.size(local.mode.experts) > 1
 
 
-def _sum_bytes(local: LocalSizes) -> int:
-    """Return the bytes of the sum of slots, wide and rounded, which `allgather` has for all ranks' tokens."""
-    gathers = _gathers(local)
-    elements = local.gathered_tokens * (local.mesh.size(local.mode.experts) if gathers else 1) * local.arch.hidden_size
-    return elements * (local.wide + local.itemsize * (local.itemsize < local.wide or not gathers))
+def _exchanges(local: LocalSizes) -> bool:
+    """Return whether rows go to the ranks of their experts and return."""
+    return local.mesh.size(local.mode.experts) > 1 and not _gathers(local)
+
+
+def _tokens_summed(local: LocalSizes) -> int:
+    """Return the tokens whose rows this rank adds: with `allgather` those of all ranks."""
+    return local.gathered_tokens * (local.mesh.size(local.mode.experts) if _gathers(local) else 1)
+
+
+# Indices of a row that the sum of rows reads: its place by token, its token, and where the sum's kernel writes that.
+_SUM_INDICES = 3
+
+
+def _sum_bytes(local: LocalSizes, experts: Experts) -> int:
+    """Return the bytes of the sum of rows, and of the indices of its kernel."""
+    indices = _SUM_INDICES * rows_combined(local, experts) * INDEX
+    return _tokens_summed(local) * local.arch.hidden_size * local.itemsize + indices
 
 
 def total_bytes(items: tuple[KeptTensor, ...]) -> int:

@@ -277,7 +277,7 @@ def _peaks_of_kind(local: LocalSizes) -> dict[str, int]:
         inside |= expert_peaks(local, local.experts)
     needed = {f"backward of {site}": (site, size + local.residual) for site, size in inside.items()}
     if local.experts is not None:
-        needed["sum of experts' outputs"] = COMBINE, combination_peak(local)
+        needed["sum of experts' outputs"] = COMBINE, combination_peak(local, local.experts)
     if local.arch.hidden_dropout:
         needed["hash of a dropout mask"] = "mlp_dropout", _hash_bytes(local.tokens * local.hidden)
     if local.drops_whole_keys:

@@ -124,7 +124,7 @@ def _of_busiest(call: Traffic, local: LocalSizes) -> Traffic:
     return call._replace(wire_bytes=call.wire_bytes * local.expert_load) if is_exchange else call
 
 
-# Accesses of rows [R, H]: they are copied to the order of experts and back, weighted, and their slots added.
+# Accesses of rows, in those of [R, H]: copied to the order of experts, weighted between the linears, and added.
 _ROW_ACCESSES = 7
 
 

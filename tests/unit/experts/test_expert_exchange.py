@@ -83,10 +83,11 @@ def exchanged(rank: int, world_size: int, dispatcher: str, load: str) -> tuple[l
     x, weights = x.requires_grad_(), weights.requires_grad_()
     routes = Routes(chosen, weights, weights)
     sent = DISPATCH[dispatcher](x, routes, ranks, partial(KeptResults().once, "rows"))
-    rows_RH, counts = sent.rows()
+    rows_RH, weights_R, (counts, ends_E) = sent.rows()
     mine = matrices()[rank * ranks.num_local :]
     y = torch.cat([rows_RH[part] @ w.T for part, w in zip(ranges(counts), mine, strict=False)])
-    out = sent.combine(y)
+    out = sent.combine(y * weights_R.unsqueeze(1))
+    assert [part.stop for part in ranges(counts)] == ends_E.tolist() and ends_E.dtype == torch.int32
     out.square().sum().backward()
     assert x.grad is not None and weights.grad is not None
     return [out.detach(), x.grad, weights.grad], recorder.calls, list(counts)
@@ -143,14 +144,15 @@ def test_tokens_are_in_flight_until_their_rows_are_needed() -> None:
         for verb in ("all_gather", "reduce_scatter", "all_to_all_rows"):
             setattr(comm, verb, noted(verb))
         x, chosen, weights = inputs(rank, "any")
-        x = x.requires_grad_()
+        x, weights = x.requires_grad_(), weights.requires_grad_()
         sent = DISPATCH[dispatcher](
             x, Routes(chosen, weights, weights), ExpertRanks(E, NAMES, comm), lambda call: call()
         )
         shared = x * 2
         shared.register_hook(lambda grad: found.append("shared, backward"))
         found.append("shared")
-        y = sent.combine(sent.rows()[0])
+        rows_RH, weights_R, _ = sent.rows()
+        y = sent.combine(rows_RH * weights_R.unsqueeze(1))
         (y + shared).sum().backward()
         return found
 
@@ -172,7 +174,7 @@ def test_counts_are_kept_for_the_recomputation() -> None:
             DISPATCH[ALLTOALL](x, Routes(chosen, weights, weights), ExpertRanks(E, NAMES, recorder), once).rows()
         return len(recorder.calls)
 
-    assert run_turns(calls, RANKS) == [3] * RANKS
+    assert run_turns(calls, RANKS) == [5] * RANKS
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 16])

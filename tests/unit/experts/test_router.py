@@ -8,8 +8,16 @@ from torch import Tensor
 
 from megatron3d.experts.grouped_matmul import GroupedMatmul, grouped_input_grad, grouped_product
 from megatron3d.experts.plan import Experts
-from megatron3d.experts.router import balance_terms, counts_of_sequences, route, top_experts, with_loss, z_terms
-from megatron3d.experts.rows import RowCounts, RowOrder, add_slots, take_tokens
+from megatron3d.experts.router import (
+    balance_terms,
+    counts_of_sequences,
+    route,
+    router_logits,
+    top_experts,
+    with_loss,
+    z_terms,
+)
+from megatron3d.experts.rows import Groups, RowCounts, RowOrder, add_rows, groups_of, take_tokens, take_weights
 from megatron3d.linear.main_grad import MainGrads
 from tests.support.main_grad_buffer import Buffer
 
@@ -18,6 +26,10 @@ E, K = 8, 3
 
 def logits(rows: int = 13) -> Tensor:
     return torch.randn(rows, E, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+
+def groups(counts: list[int]) -> Groups:
+    return groups_of(counts, torch.tensor(counts))
 
 
 def test_ties_go_to_the_lower_expert_and_slots_ascend() -> None:
@@ -66,6 +78,16 @@ def test_the_balance_loss_of_a_sequence() -> None:
         torch.testing.assert_close(terms[mine].mean(), (share * mean).sum())
 
 
+def test_logits_in_fp32_keep_their_input_in_its_own_dtype() -> None:
+    kept, x, w = list[Tensor](), torch.randn(5, 4, dtype=torch.bfloat16), torch.randn(E, 4, dtype=torch.bfloat16)
+    x, w, bias = x.requires_grad_(), w.requires_grad_(), torch.randn(E)
+    with torch.autograd.graph.saved_tensors_hooks(lambda each: (kept.append(each), each)[1], lambda each: each):
+        y = router_logits(x, w, bias)
+    assert {each.dtype for each in kept} == {torch.bfloat16} and y.dtype == torch.float32
+    wanted = torch.autograd.grad((x.float() @ w.float().T + bias).square().sum(), (x, w))
+    torch.testing.assert_close(torch.autograd.grad(y.square().sum(), (x, w)), wanted)
+
+
 def test_a_loss_adds_its_gradient_to_the_weights() -> None:
     x, scale = logits().requires_grad_(), 3.0
     (with_loss(x.sigmoid(), z_terms(x).sum(), scale).square().sum()).backward()
@@ -83,8 +105,9 @@ def test_rows_go_to_experts_and_back() -> None:
     rows = RowOrder(chosen, E)
     counts = RowCounts(rows.counts_E, []).on_host
     mine = [each.clone().requires_grad_() for each in (x, weights, w.flatten(0, 1))]
-    y = GroupedMatmul(E, MainGrads())(take_tokens(mine[0], rows, sum(counts), counts), mine[2], counts)
-    add_slots(y, rows, mine[1]).square().sum().backward()
+    groups = groups_of(counts, rows.counts_E)
+    y = GroupedMatmul(E, MainGrads())(take_tokens(mine[0], rows, sum(counts)), mine[2], groups)
+    add_rows(y * take_weights(mine[1], rows, sum(counts)).unsqueeze(1), rows).square().sum().backward()
     theirs = [each.clone().requires_grad_() for each in (x, weights, w)]
     slots = [[theirs[1][t, k] * (theirs[2][chosen[t, k]] @ theirs[0][t]) for k in range(K)] for t in range(len(chosen))]
     total = torch.stack([torch.stack(each).sum(0) for each in slots])
@@ -95,6 +118,20 @@ def test_rows_go_to_experts_and_back() -> None:
     assert counts[4:] == [0, 0, 0, 0] and sum(counts) == 9 * K
 
 
+def test_the_sum_of_rows_keeps_no_rows() -> None:
+    """Experts weight their own outputs: the sum needs the order of rows alone, and of tokens without one gives 0."""
+    chosen, kept = torch.tensor([[0, 1], [0, E], [E, E], [1, 2]]), list[Tensor]()
+    rows, y = RowOrder(chosen, E), torch.randn(5, 4, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: (kept.append(x), x)[1], lambda x: x):
+        out = add_rows(y, rows)
+    assert kept and not any(each.is_floating_point() for each in kept)
+    wide = y.detach().float()  # rows of experts 0, 0, 1, 1, 2
+    total = torch.stack((wide[0] + wide[2], wide[1], torch.zeros(4), wide[3] + wide[4]))
+    assert out.equal(total.to(torch.bfloat16)), "added in fp32, and rounded once"
+    out.sum().backward()
+    assert y.grad is not None and y.grad.equal(torch.ones_like(y))
+
+
 def test_weight_gradients_accumulate_in_main_grad() -> None:
     """Check two microbatches: the first overwrites the buffer, also of an expert without rows, the second adds."""
     w, x, grads = torch.nn.Parameter(torch.randn(E * 4, 5)), torch.randn(6, 5), MainGrads()
@@ -102,14 +139,14 @@ def test_weight_gradients_accumulate_in_main_grad() -> None:
     grads.register(w, buffer)
     matmul = GroupedMatmul(E, grads)
     for counts in ([6] + 7 * [0], [0, 2, 4] + 5 * [0]):
-        matmul(x.clone().requires_grad_(), w, counts).sum().backward()
+        matmul(x.clone().requires_grad_(), w, groups(counts)).sum().backward()
     wanted = torch.zeros(E, 5)
     wanted[0], wanted[1], wanted[2] = x.sum(0), x[:2].sum(0), x[2:].sum(0)
     torch.testing.assert_close(buffer.sum.view(E, 4, 5), wanted.unsqueeze(1).expand(E, 4, 5))
 
 
 def test_rows_are_multiplied_by_the_weight_of_their_expert() -> None:
-    x, w, counts = torch.randn(7, 8), torch.randn(3, 16, 8), [0, 5, 2]
+    x, w, rows = torch.randn(7, 8), torch.randn(3, 16, 8), groups([0, 5, 2])
     y = torch.cat([x[:5] @ w[1].T, x[5:] @ w[2].T])
-    torch.testing.assert_close(grouped_product(x, w, counts), y)
-    torch.testing.assert_close(grouped_input_grad(y, w, counts), torch.cat([y[:5] @ w[1], y[5:] @ w[2]]))
+    torch.testing.assert_close(grouped_product(x, w, rows), y)
+    torch.testing.assert_close(grouped_input_grad(y, w, rows), torch.cat([y[:5] @ w[1], y[5:] @ w[2]]))
