@@ -9,7 +9,7 @@ Letters: R rows of all experts, K input features, N output features, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,11 +19,12 @@ from torch import Tensor
 
 from megatron3d.comm.interface import Pending, completed
 from megatron3d.experts.rows import Groups, ranges
-from megatron3d.linear.gemm import NATIVE, Gemm
+from megatron3d.linear.gemm import NATIVE, Gemm, uses_onednn
 from megatron3d.linear.main_grad import MainGrads, WgradQueue
 
 # The kernel reads rows of whole 16 bytes.
 _ALIGNMENT = 8
+_FEWEST_PADDED = 16
 
 
 def has_grouped_kernel(x_RK: Tensor, w_ENK: Tensor) -> bool:
@@ -37,23 +38,44 @@ def has_grouped_kernel(x_RK: Tensor, w_ENK: Tensor) -> bool:
 def grouped_product(x_RK: Tensor, w_ENK: Tensor, rows: Groups, gemm: Gemm = NATIVE) -> Tensor:
     """Return Y [R, N]: the first expert's rows times W_0^T, the next one's times W_1^T, and so on."""
     y_RN = _by_one_kernel(x_RK, w_ENK.transpose(1, 2), rows, gemm)
-    if y_RN is None:
-        y_RN = x_RK.new_empty((len(x_RK), w_ENK.shape[1]))
-        for part, w_NK in zip(ranges(rows.counts), w_ENK, strict=True):
-            if part.stop > part.start:
-                gemm.y(gemm.x(x_RK[part]), gemm.w(w_NK), into_MN=y_RN[part])
-    return y_RN
+    if y_RN is not None:
+        return y_RN
+    y_RN = x_RK.new_empty((len(x_RK), w_ENK.shape[1]))
+    return _one_by_one(y_RN, x_RK, w_ENK, rows, lambda x, w, into: gemm.y(gemm.x(x), gemm.w(w), into_MN=into))
 
 
 def grouped_input_grad(dy_RN: Tensor, w_ENK: Tensor, rows: Groups, gemm: Gemm = NATIVE) -> Tensor:
     """Return dX [R, K]: the first expert's rows times W_0, the next one's times W_1, and so on."""
     dx_RK = _by_one_kernel(dy_RN, w_ENK, rows, gemm)
-    if dx_RK is None:
-        dx_RK = dy_RN.new_empty((len(dy_RN), w_ENK.shape[2]))
-        for part, w_NK in zip(ranges(rows.counts), w_ENK, strict=True):
-            if part.stop > part.start:
-                gemm.dx(gemm.dy(dy_RN[part]), gemm.w(w_NK), into_MK=dx_RK[part])
-    return dx_RK
+    if dx_RK is not None:
+        return dx_RK
+    dx_RK = dy_RN.new_empty((len(dy_RN), w_ENK.shape[2]))
+    return _one_by_one(dx_RK, dy_RN, w_ENK, rows, lambda dy, w, into: gemm.dx(gemm.dy(dy), gemm.w(w), into_MK=into))
+
+
+def _one_by_one(
+    out: Tensor, x: Tensor, w: Tensor, rows: Groups, multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+) -> Tensor:
+    """Return `out` with the product of each expert's rows and its weight."""
+    for part, weight in zip(ranges(rows.counts), w, strict=True):
+        count = part.stop - part.start
+        if count:
+            operand = padded(x[part])
+            if len(operand) == count:
+                multiply(operand, weight, out[part])
+            else:
+                out[part] = multiply(operand, weight, None)[:count]
+    return out
+
+
+def padded(rows: Tensor) -> Tensor:
+    """Return rows followed by zeros, up to an eighth more, where oneDNN multiplies.
+
+    It compiles a kernel for each shape and keeps a thousand; padded rows have eight shapes for each power of two.
+    """
+    is_compiled = rows.device.type == "cpu" and (rows.dtype.itemsize < 4 or uses_onednn(rows.device, rows.dtype))
+    extra = -len(rows) % max(_FEWEST_PADDED, 1 << max(len(rows).bit_length() - 4, 0))
+    return F.pad(rows, (0, 0, 0, extra)) if is_compiled and extra else rows
 
 
 def _by_one_kernel(a_RK: Tensor, b_EKN: Tensor, rows: Groups, gemm: Gemm) -> Tensor | None:
@@ -125,8 +147,8 @@ class GroupedMatmul:
     def wgrad(self, param: Tensor, dy_RN: Tensor, x_RK: Tensor, counts: Sequence[int]) -> Pending | None:
         """Accumulate the weight gradients in main_grad; return them where there is no buffer."""
         gemm = self.gemm
-        operands = [(gemm.dy(dy_RN[rows]), gemm.x(x_RK[rows])) for rows in ranges(counts)]
-        if self.main_grads.accumulate_rows(param, gemm, operands):
+        operands = ((gemm.dy(padded(dy_RN[rows])), gemm.x(padded(x_RK[rows]))) for rows in ranges(counts))
+        if self.main_grads.accumulate_rows(param, gemm, operands, self.num_experts):
             return None
         return completed(torch.cat([gemm.dw(dy, x, param.dtype) for dy, x in operands]))
 

@@ -10,7 +10,7 @@ section 5); deferring the whole wgrad to fill pipeline bubbles is from Qi et al.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Protocol
 
@@ -85,7 +85,9 @@ class MainGrads:
         buffer.close()
         return True
 
-    def accumulate_rows(self, param: Tensor, gemm: Gemm, operands: Sequence[tuple[Operand, Operand]]) -> bool:
+    def accumulate_rows(
+        self, param: Tensor, gemm: Gemm, operands: Iterable[tuple[Operand, Operand]], num_parts: int
+    ) -> bool:
         """Add dY^T X of each pair of operands to an equal part of the buffer's rows, in order; like `accumulate`.
 
         A pair without rows, that of an expert that no token chose, adds nothing.
@@ -94,7 +96,7 @@ class MainGrads:
         if buffer is None:
             return False
         into, holds_gradient = buffer.open()
-        for rows, (dy, x) in zip(into.chunk(len(operands)), operands, strict=True):
+        for rows, (dy, x) in zip(into.chunk(num_parts), operands, strict=True):
             if len(dy.data):
                 gemm.dw_into(rows, dy, x, holds_gradient)
             elif not holds_gradient:

@@ -17,7 +17,8 @@ from megatron3d.experts.router import (
     with_loss,
     z_terms,
 )
-from megatron3d.experts.rows import Groups, RowCounts, RowOrder, add_rows, groups_of, take_tokens, take_weights
+from megatron3d.experts.rows import Groups, RowCounts, RowOrder, add_rows, groups_of, ranges, take_tokens, take_weights
+from megatron3d.linear.gemm import Gemm, Operand
 from megatron3d.linear.main_grad import MainGrads
 from tests.support.main_grad_buffer import Buffer
 
@@ -143,6 +144,40 @@ def test_weight_gradients_accumulate_in_main_grad() -> None:
     wanted = torch.zeros(E, 5)
     wanted[0], wanted[1], wanted[2] = x.sum(0), x[:2].sum(0), x[2:].sum(0)
     torch.testing.assert_close(buffer.sum.view(E, 4, 5), wanted.unsqueeze(1).expand(E, 4, 5))
+
+
+class Shapes(Gemm):
+    """Native GEMM that notes how many rows each operand has."""
+
+    def __init__(self) -> None:
+        self.rows: set[int] = set()
+
+    def x(self, x_MK: Tensor) -> Operand:
+        self.rows.add(len(x_MK))
+        return super().x(x_MK)
+
+    def dy(self, dy_MN: Tensor) -> Operand:
+        self.rows.add(len(dy_MN))
+        return super().dy(dy_MN)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_onednn_compiles_few_kernels_for_many_numbers_of_rows(dtype: torch.dtype) -> None:
+    """oneDNN keeps a kernel for each shape, with its memory: in bf16 rows are padded, and the numbers are the same."""
+    gemm, w = Shapes(), torch.nn.Parameter(torch.randn(E * 16, 8).to(dtype))
+    matmul = GroupedMatmul(E, MainGrads(), gemm=gemm)
+    for first in range(0, 400, E):
+        counts = [first + place for place in range(E)]
+        x = torch.randn(sum(counts), 8).to(dtype).requires_grad_()
+        y = matmul(x, w, groups(counts))
+        dy = torch.randn_like(y)
+        dx, dw = torch.autograd.grad(y, (x, w), dy)
+        parts = zip(ranges(counts), w.detach().double().chunk(E), dw.chunk(E), strict=True)
+        for part, w_NK, dw_NK in parts:
+            one, grad = x[part].detach().double(), dy[part].double()
+            for got, wanted in ((y[part], one @ w_NK.T), (dx[part], grad @ w_NK), (dw_NK, grad.T @ one)):
+                torch.testing.assert_close(got, wanted.to(dtype), rtol=0.02, atol=0.05)
+    assert len(gemm.rows) <= 25 if dtype == torch.bfloat16 else len(gemm.rows) == 400
 
 
 def test_rows_are_multiplied_by_the_weight_of_their_expert() -> None:
