@@ -214,7 +214,9 @@ def _describe_kind(kind: Mapping[str, Any], given: object) -> str:
         if "enum" in kind["items"]:
             choices = [str(choice) for choice in kind["items"]["enum"]]
             return f"a list of {one_of(choices)}, such as [{choices[0]}]"
-        return f"a list of whole numbers of at least {kind['items']['minimum']}, such as [2,2,2]"
+        example = kind.get("examples", ["[2,2,2]"])[0]
+        whole = "whole " if kind["items"]["type"] == "integer" else ""
+        return f"a list of {whole}numbers of at least {kind['items']['minimum']}, such as {example}"
     bounds = {"minimum": "of at least", "exclusiveMinimum": "above", "exclusiveMaximum": "and below"}
     limits = "".join(f" {words} {kind[bound]:g}" for bound, words in bounds.items() if bound in kind)
     names = {

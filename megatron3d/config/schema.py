@@ -68,6 +68,12 @@ def declared(field: FieldInfo) -> Mapping[str, Any]:
 
 
 Window = Annotated[tuple[Count, Count], Field(strict=False, examples=["[127,0]"])]
+BalanceLoss = Literal["none", "seq_aux_loss", "global_aux_loss", "aux_loss"]
+BalanceLosses = Annotated[
+    tuple[Literal["seq_aux_loss", "global_aux_loss", "aux_loss"], ...], Field(strict=False, min_length=1)
+]
+NonNegative = Annotated[float, Field(ge=0)]
+NonNegatives = Annotated[tuple[NonNegative, ...], Field(strict=False, min_length=1, examples=["[0.01,0.001]"])]
 LayerPattern = Annotated[tuple[Literal[0, 1], ...], Field(strict=False, min_length=1)]
 
 
@@ -180,10 +186,10 @@ class ModelConfig(Section, ModelOptions, FamilyOption, frozen=True):
     moe_router_topk_scaling_factor: float | None = key(
         None, "factor of the chosen experts' weights; default: 1", gt=0, also="routed_scaling_factor"
     )
-    moe_router_load_balancing_type: Literal["none", "seq_aux_loss", "global_aux_loss"] = key(
+    moe_router_load_balancing_type: BalanceLoss | BalanceLosses = key(
         "none",
-        "loss that balances the experts' load: of each sequence, or of the global batch with the load of the "
-        "step before; losses of a microbatch would depend on the layout",
+        "loss that balances the experts' load, or a list of losses: of each sequence, of the global batch with the "
+        "load of the step before, or (aux_loss) of each microbatch, which depends on the layout",
     )
     moe_router_enable_expert_bias: bool = key(
         False,
@@ -196,19 +202,14 @@ class ModelConfig(Section, ModelOptions, FamilyOption, frozen=True):
         None,
         "in training, the most tokens of a sequence that an expert takes, in multiples of an even load; others "
         "of its tokens are dropped by it; default: none are",
-        ge=1,
+        gt=0,
         most=10**5,
         also="capacity_factor moe_capacity_factor expert_capacity",
     )
-    moe_aux_loss_coeff: float = key(0.0, "factor of the loss of moe_router_load_balancing_type", ge=0)
+    moe_aux_loss_coeff: NonNegative | NonNegatives = key(
+        0.0, "factor of the loss of moe_router_load_balancing_type, or a list of one for each"
+    )
     moe_z_loss_coeff: float = key(0.0, "factor of the router's z-loss; 0: none", ge=0)
-
-    @field_validator("moe_router_load_balancing_type", mode="before")
-    @classmethod
-    def _no_loss_of_a_microbatch(cls, value: object) -> object:
-        if value == "aux_loss":
-            raise Refused("a loss of each microbatch, which depends on the layout; use global_aux_loss or seq_aux_loss")
-        return value
 
 
 DataPath = str | Annotated[tuple[str | float, ...], Field(strict=False)]

@@ -36,7 +36,7 @@ from megatron3d.parallel.mesh import DATA, Axes, Sizes
 from megatron3d.parallel.modes.mode import ALLGATHER, DISPATCHERS, Mode
 
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
-SEQUENCE, GLOBAL = "seq_aux_loss", "global_aux_loss"
+SEQUENCE, GLOBAL, MICROBATCH, Z_LOSS = "seq_aux_loss", "global_aux_loss", "aux_loss", "z_loss"
 
 
 @dataclass(frozen=True)
@@ -82,19 +82,41 @@ class Balance:
     """What balances the experts' load in training, which no parameter depends on.
 
     Attributes:
-        loss: `SEQUENCE`, `GLOBAL` or "none".
-        coeff: factor of that loss.
+        loss: `SEQUENCE`, `GLOBAL`, `MICROBATCH` or "none", or several of them.
+        coeff: factor of that loss, or of each.
         z_coeff: factor of the router's z-loss (Zoph et al. 2022, arXiv:2202.08906, equation 5).
         bias_update_rate: step of the choice's bias.
         capacity_factor: most tokens of a sequence that an expert takes, in multiples of an even load; None: all that
             choose it.
     """
 
-    loss: str = "none"
-    coeff: float = 0.0
+    loss: str | tuple[str, ...] = "none"
+    coeff: float | tuple[float, ...] = 0.0
     z_coeff: float = 0.0
     bias_update_rate: float = 0.0
     capacity_factor: float | None = None
+
+    @property
+    def losses(self) -> dict[str, float]:
+        """Balance losses, each with its factor."""
+        names = (self.loss,) if isinstance(self.loss, str) else self.loss
+        coeffs = self.coeff if isinstance(self.coeff, tuple) else (self.coeff,)
+        return {name: coeff for name, coeff in zip(names, coeffs, strict=False) if name != "none"}
+
+    @property
+    def logged(self) -> tuple[str, ...]:
+        """Names of the losses that metrics have: those of the balance, and the z-loss where it has a factor."""
+        return *self.losses, *((Z_LOSS,) if self.z_coeff else ())
+
+
+def layout_notes(balance: Balance | None) -> list[str]:
+    """Return what a run says at its start about losses whose value depends on the layout."""
+    if balance is None or MICROBATCH not in balance.losses:
+        return []
+    return [
+        f"{MICROBATCH}: the balance of each microbatch of a data rank, so that it depends on the microbatches' size; "
+        f"{GLOBAL} and {SEQUENCE} are the same in every layout"
+    ]
 
 
 _INDEX_BYTES = 8
@@ -153,8 +175,9 @@ def forward_traffic(
     """
     whole, slots = sizes.tokens * sizes.hidden * sizes.itemsize, sizes.tokens * sizes.topk
     if dispatcher == ALLGATHER:
-        sent = [(num_ranks - 1) * each for each in (slots * _INDEX_BYTES, slots * sizes.wide, whole, whole)]
-        return [Traffic("all_gather", axes, each) for each in sent[:3]] + [Traffic("reduce_scatter", axes, sent[3])]
+        gathered = [(num_ranks - 1) * each for each in (slots * _INDEX_BYTES, slots * sizes.wide, whole)]
+        calls = [Traffic("all_gather", axes, each) for each in gathered]
+        return [*calls, Traffic("reduce_scatter", axes, gathered[-1])]
     counts = sizes.num_experts * _INDEX_BYTES * (num_ranks - 1) / num_ranks
     row = sizes.hidden * sizes.itemsize
     sent = [counts, rows.there * sizes.wide, rows.there * row, rows.back * row]

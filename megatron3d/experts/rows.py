@@ -136,7 +136,8 @@ class _TakeTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy_RH: Tensor) -> tuple[Tensor, None, None]:
-        return _add_rows(dy_RH.contiguous(), *ctx.saved_tensors, ctx.num_tokens, ctx.topk), None, None
+        (order_R,) = ctx.saved_tensors
+        return _add_rows(dy_RH.contiguous(), order_R, ctx.num_tokens, ctx.topk), None, None
 
 
 class _TakeWeights(torch.autograd.Function):

@@ -21,7 +21,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from megatron3d.experts.dispatch import DISPATCH, ExpertRanks, gather_tokens, reduce_rows
 from megatron3d.experts.grouped_matmul import GroupedMatmul, add_biases
-from megatron3d.experts.plan import GLOBAL, SEQUENCE, Balance, Experts, capacity_of
+from megatron3d.experts.plan import GLOBAL, MICROBATCH, SEQUENCE, Balance, Experts, capacity_of
 from megatron3d.experts.router import (
     Routes,
     balance_terms,
@@ -115,6 +115,7 @@ class Router(nn.Module):
     def __init__(self, name: str, experts: Experts, build: Build) -> None:
         super().__init__()
         self.name, self.experts, self.balance = name, experts, build.arch.balance or Balance()
+        self.losses = tuple(self.balance.losses.items())
         self.comm, self.home = build.comm, build.mode.home
         batch = build.mode.batch_axes
         self.sequence_axes = build.live(tuple(axis for axis in self.home if axis not in batch))
@@ -132,9 +133,7 @@ class Router(nn.Module):
         if not is_training:
             return routes
         assert at.target is not None, "only a pass that ends in the loss has losses of routers"
-        balance, z = self._losses(logits_ME, routes, at)
-        loss = self.balance.coeff * balance + self.balance.z_coeff * z
-        taken = self._within_capacity(routes, at)
+        loss, taken = self._loss(logits_ME, routes, at), self._within_capacity(routes, at)
         return taken._replace(weights_MK=with_loss(taken.weights_MK, loss, at.target.scale))
 
     def _within_capacity(self, routes: Routes, at: Pass) -> Routes:
@@ -158,29 +157,42 @@ class Router(nn.Module):
         if self.state.choices is not None:
             self.state.choices.append((self.name, at.token_rows(self.home, chosen_MK.device), chosen_MK))
 
-    def _losses(self, logits_ME: Tensor, routes: Routes, at: Pass) -> Tensor:
-        """Return [2]: this rank's part of the balance loss and of the z-loss, means over the global batch."""
+    def _loss(self, logits_ME: Tensor, routes: Routes, at: Pass) -> Tensor:
+        """Return this rank's part of all losses times their factors, means over the global batch."""
         assert at.target is not None, "only a pass that ends in the loss has losses of routers"
-        zero = logits_ME.new_zeros(())
-        terms = {SEQUENCE: self._sequence_terms, GLOBAL: self._global_terms}.get(self.balance.loss)
-        balance = zero if terms is None else terms(routes, at).sum()
-        z = z_terms(logits_ME).sum() if self.balance.z_coeff else zero
-        return torch.stack((balance, z)) / at.target.all_tokens
+        loads, terms = self._loads(routes, at), partial(balance_terms, topk=self.experts.topk)
+        total = logits_ME.new_zeros(())
+        if loads:
+            load_ME = torch.stack(torch.broadcast_tensors(*(coeff * loads[name] for name, coeff in self.losses)))
+            total = total + terms(routes.scores_ME, load_ME.sum(0)).sum()
+        if self.balance.z_coeff:
+            total = total + self.balance.z_coeff * z_terms(logits_ME).sum()
 
-    def _sequence_terms(self, routes: Routes, at: Pass) -> Tensor:
-        """Return each token's term of the balance loss of its sequence, whose tokens other ranks hold as well."""
-        sequence_M = at.sequence_of_rows(self.home, routes.experts_MK.device)
-        counts_BE = counts_of_sequences(routes.experts_MK, self.experts.num_experts, sequence_M, len(at.tokens_BL))
-        if self.sequence_axes:
-            counts_BE = self.comm.all_reduce(counts_BE, self.sequence_axes).wait()
-        load_BE = counts_BE.to(routes.scores_ME.dtype) / at.seq_length
-        return balance_terms(routes.scores_ME, load_BE[sequence_M], self.experts.topk)
+        @torch.no_grad()
+        def values() -> list[Tensor]:
+            found = [terms(routes.scores_ME, loads[name]).sum() for name, _ in self.losses]
+            return found + ([z_terms(logits_ME).sum()] if self.balance.z_coeff else [])
 
-    def _global_terms(self, routes: Routes, _: Pass) -> Tensor:
-        """Return each token's term of the balance loss of the global batch, with the load of the step before."""
-        load_E = self.state.row(self.name, "load")
-        assert load_E is not None, "the state of routers is allocated before the first pass"
-        return balance_terms(routes.scores_ME, load_E.to(routes.scores_ME.dtype), self.experts.topk)
+        at.once(f"{self.name}.losses", lambda: self.state.add_losses(self.name, values))
+        return total / at.target.all_tokens
+
+    def _loads(self, routes: Routes, at: Pass) -> dict[str, Tensor]:
+        """Return for each balance loss the share of tokens that chose each expert, of every token [M, E] or all [E].
+
+        A loss of sequences, or of a microbatch, counts tokens that other ranks hold as well; that of the global batch
+        has the load of the step before.
+        """
+        found, dtype = dict[str, Tensor](), routes.scores_ME.dtype
+        if not {name for name, _ in self.losses} <= {GLOBAL}:
+            sequence_M = at.sequence_of_rows(self.home, routes.experts_MK.device)
+            counts_BE = counts_of_sequences(routes.experts_MK, self.experts.num_experts, sequence_M, len(at.tokens_BL))
+            if self.sequence_axes:
+                counts_BE = self.comm.all_reduce(counts_BE, self.sequence_axes).wait()
+            load_BE = counts_BE.to(dtype) / at.seq_length
+            found |= {SEQUENCE: load_BE[sequence_M], MICROBATCH: load_BE.mean(0)}
+        if (load_E := self.state.row(self.name, "load")) is not None:
+            found[GLOBAL] = load_E.to(dtype)
+        return {name: found[name] for name, _ in self.losses}
 
 
 class SharedGate(nn.Module):

@@ -11,7 +11,7 @@ Letters: L routers, M tokens, E experts, K experts of a token.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -42,18 +42,21 @@ class RouterCounts(NamedTuple):
 
     Attributes:
         choices_LE: tokens that chose each expert, dropped ones included.
+        losses: sum over tokens of each loss, without its factor.
         entropy_L: sum over tokens of the entropy, in nats, of their scores, once these are divided by their sum.
         dropped_L: choices that a capacity of experts dropped.
         bias_L2: least and largest bias of the choice in this step.
     """
 
     choices_LE: Tensor
+    losses: Mapping[str, Tensor]
     entropy_L: Tensor
     dropped_L: Tensor
     bias_L2: Tensor
 
     def rows(self, topk: int, has_bias: bool) -> list[dict[str, float]]:
-        """Return for each router its largest load, mean entropy, share of choices dropped, and range of its bias."""
+        """Return for each router its largest load, mean entropy, share of choices dropped, losses, and range of its
+        bias."""
         total_L = self.choices_LE.sum(-1)
         largest_L = self.choices_LE.amax(-1) * self.choices_LE.shape[1] / total_L
         columns = {
@@ -61,6 +64,7 @@ class RouterCounts(NamedTuple):
             "entropy": (self.entropy_L * topk / total_L).tolist(),
             "dropped": (self.dropped_L / total_L).tolist(),
         }
+        columns |= {name: (sum_L * topk / total_L).tolist() for name, sum_L in self.losses.items()}
         if has_bias:
             columns |= dict(zip(("bias_min", "bias_max"), self.bias_L2.T.tolist(), strict=True))
         return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
@@ -97,7 +101,7 @@ class RouterState:
         self._counts = torch.zeros(self._counts_shape, dtype=torch.float64, device=device)
         if self._experts.has_expert_bias:
             self._tables[EXPERT_BIAS] = torch.zeros(shape, device=device)
-        if self._balance.loss == GLOBAL:
+        if GLOBAL in self._balance.losses:
             self._tables[LOAD] = torch.full(shape, self._experts.topk / shape[1], device=device)
 
     def tables(self) -> Mapping[str, Tensor]:
@@ -130,6 +134,12 @@ class RouterState:
         if self._is_watching:
             row[-4] += torch.special.entr(scores_ME / scores_ME.sum(-1, keepdim=True)).sum()
 
+    def add_losses(self, name: str, losses: Callable[[], Sequence[Tensor]]) -> None:
+        """Add the sums over a microbatch's tokens on this rank of the losses, in order, where the step is watched."""
+        if self._is_counting and self._is_watching and self._counts is not None and self._balance.logged:
+            columns = slice(-COUNTS_BESIDES - len(self._balance.logged), -COUNTS_BESIDES)
+            self._counts[self.names.index(name), columns] += torch.stack(list(losses()))
+
     def count_dropped(self, name: str, kept_MK: Tensor) -> None:
         """Count the choices of a microbatch's tokens on this rank that no expert takes."""
         if self._is_counting and self._counts is not None:
@@ -145,7 +155,9 @@ class RouterState:
             held = [self.names.index(name) for name in self._held]
             mine[held, -2:] = torch.stack((bias_LE.amin(-1), bias_LE.amax(-1)), -1).to(mine.dtype)
         total = comm.all_reduce(mine, comm.mesh.names).wait()
-        return RouterCounts(total[:, :-COUNTS_BESIDES], total[:, -4], total[:, -3], total[:, -2:])
+        choices_LE, rest = total.tensor_split((mine.shape[1] - COUNTS_BESIDES - len(self._balance.logged),), dim=1)
+        losses = dict(zip(self._balance.logged, rest.T, strict=False))
+        return RouterCounts(choices_LE, losses, total[:, -4], total[:, -3], total[:, -2:])
 
     def update(self, counts: RouterCounts | None, skipped: Tensor) -> None:
         """Move biases towards an even load, and keep the load; where a step is skipped (1.0) both stay."""

@@ -330,7 +330,8 @@ def default_ffn_hidden_size(hidden_size: int, activation: str) -> int:
 
 # State of each router between steps by its name in checkpoints: the bias of its choice, the load of the step before.
 EXPERT_BIAS, LOAD = "expert_bias", "load"
-# Columns of a router's counts besides those of the experts: entropy, dropped choices, least and largest bias.
+# Columns of a router's counts besides those of the experts and of the losses: entropy, dropped choices, least and
+# largest bias.
 COUNTS_BESIDES = 4
 
 
@@ -384,13 +385,14 @@ def router_names(arch: Architecture) -> list[str]:
 
 def counts_shape(arch: Architecture) -> tuple[int, int]:
     """Return the shape of what all routers of a model count in a step, in fp64."""
-    return len(router_names(arch)), (arch.experts.num_experts + COUNTS_BESIDES if arch.experts else 0)
+    columns = len((arch.balance or Balance()).logged) + COUNTS_BESIDES
+    return len(router_names(arch)), (arch.experts.num_experts + columns if arch.experts else 0)
 
 
 def counts_each_step(arch: Architecture) -> bool:
     """Return whether routers count in every step, since the next one needs it, and not only where they are watched."""
     has_bias = arch.experts is not None and arch.experts.has_expert_bias
-    return has_bias or (arch.balance or Balance()).loss == GLOBAL
+    return has_bias or GLOBAL in (arch.balance or Balance()).losses
 
 
 def pattern_length(arch: Architecture) -> int:

@@ -190,6 +190,16 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "exactly 1, so that the router would never learn; use model.moe_router_pre_softmax=true, or "
         "model.moe_router_score_function=sigmoid",
     ),
+    "a loss twice": (
+        {"moe_router_load_balancing_type": ("aux_loss", "aux_loss"), "moe_aux_loss_coeff": (0.1, 0.1)},
+        {},
+        "names a loss twice",
+    ),
+    "two losses and one factor": (
+        {"moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss"), "moe_aux_loss_coeff": 0.1},
+        {},
+        "1 for 2 losses; give a list of 2",
+    ),
     "a loss without a factor": (
         {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.0},
         {},

@@ -13,14 +13,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.validate.rules import check
+from megatron3d.data.loader import BatchLoader
 from megatron3d.experts import router
 from megatron3d.experts.router import Routes
 from megatron3d.model.experts import Router
 from megatron3d.model.microbatch import Pass
-from megatron3d.verify.layouts import differences, flips
+from megatron3d.train.state import build_state
+from megatron3d.train.step import StepSettings, train_step
+from megatron3d.verify.layouts import RandomSamples, StepTrace, differences, flips
 from tests.support.equality import MODELS, TOLERANCE, VOCAB_SIZE, configure, run_trace
-from tests.support.turn_ranks import run_turns
+from tests.support.turn_ranks import connect, run_turns
 
 BATCH = 4
 MODEL = {**MODELS["experts, shared experts, losses of routers"], "num_layers": 2, "mtp_num_layers": 0}
@@ -39,6 +43,11 @@ BALANCES: dict[str, dict[str, Any]] = {
     "z-loss": {"moe_z_loss_coeff": 0.3},
     "bias": {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.05},
     "capacity": {"moe_expert_capacity_factor": 1.0},
+    "capacity below an even load": {"moe_expert_capacity_factor": 0.6},
+    "two losses": {
+        "moe_router_load_balancing_type": ("seq_aux_loss", "global_aux_loss"),
+        "moe_aux_loss_coeff": (0.5, 0.3),
+    },
 }
 EP = "expert_model_parallel_size"
 DISPATCHER = "moe_token_dispatcher_type"
@@ -72,6 +81,43 @@ def settings(keys: dict[str, Any], rows: int, parallel: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("name", BALANCES)
 def test_accumulation_and_layout_leave_each_balance(name: str) -> None:
     check_layouts(NONE | BALANCES[name])
+
+
+def test_the_balance_of_a_microbatch_is_that_of_all_its_sequences() -> None:
+    """It is the loss of a sequence where a microbatch has one, another where it has more, and of all its ranks'."""
+
+    def of(name: str, rows: int, ranks: int = 1, parallel: dict[str, Any] | None = None) -> StepTrace:
+        balance = {"moe_router_load_balancing_type": name, "moe_aux_loss_coeff": 0.5}
+        trace = run_turns(run_trace, ranks, settings(MODEL | NONE | balance, rows, parallel or {}), 2)[0]
+        assert trace is not None
+        return trace
+
+    whole, one = of("aux_loss", BATCH), of("aux_loss", 1)
+    assert list(differences(of("seq_aux_loss", 1), one, TOLERANCE)) == []
+    assert list(differences(of("seq_aux_loss", BATCH), whole, TOLERANCE))
+    for parallel in (SEQUENCES | {EP: 2}, {"context_parallel_size": 2}):
+        assert list(differences(whole, of("aux_loss", BATCH, 2, parallel), TOLERANCE)) == [], parallel
+
+
+def test_logged_losses_are_means_over_the_global_batch() -> None:
+    """They have no factor, and neither recomputation nor accumulation counts a token twice."""
+    found = []
+    for rows, train in ((BATCH, {}), (1, {"recompute_granularity": "full", "recompute_num_layers": 1})):
+        balance = {"moe_router_load_balancing_type": ("seq_aux_loss", "global_aux_loss"), "moe_z_loss_coeff": 0.3}
+        keys = MODEL | NONE | balance | {"moe_aux_loss_coeff": (0.5, 0.25)}
+        spec = RunSpec(configure(keys, {}, micro_batch_size=rows, global_batch_size=BATCH, **train), 1, VOCAB_SIZE)
+        comm = connect(spec)
+        state, length = build_state(spec, comm, torch.device("cpu")), spec.arch.seq_length
+        samples = RandomSamples(1, spec.arch.vocab_size, length)
+        batch = BatchLoader(samples, comm.mesh, spec.mode.batch_axes, rows, BATCH, torch.device("cpu")).step(0)
+        step = StepSettings(1, BATCH * length, BATCH)
+        result = train_step(state, batch, 1e-3, step, watches_routers=True)
+        assert result.routers is not None
+        (row,) = result.routers.rows(MODEL["moe_router_topk"], has_bias=False)
+        found.append({name: row[name] for name in ("seq_aux_loss", "global_aux_loss", "z_loss")})
+    assert found[0] == pytest.approx(found[1], rel=1e-12)
+    # An even load makes the loss of the global batch 1; that of a sequence is less even.
+    assert found[0]["global_aux_loss"] == pytest.approx(1) and found[0]["seq_aux_loss"] > 1 and found[0]["z_loss"] > 0
 
 
 def test_another_choice_is_named() -> None:

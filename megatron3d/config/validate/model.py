@@ -242,16 +242,30 @@ def expert_problems(facts: Facts) -> Iterator[str]:
         )
     if experts.has_shared_gate and not experts.shared_ffn_hidden_size:
         yield f"{facts.named(GATE)}: there are no shared experts to gate; set {SHARED}, or use false"
-    if model.moe_router_load_balancing_type == "none" and model.moe_aux_loss_coeff:
-        yield f"{facts.named(COEFF)}: not used with {LOSS}=none; use seq_aux_loss, or leave it out"
-    if model.moe_router_load_balancing_type != "none" and not model.moe_aux_loss_coeff:
-        yield f"{facts.named(LOSS)}: has no effect with {COEFF}=0; use for example {COEFF}=0.01, or {LOSS}=none"
+    yield from _balance_problems(facts)
     if model.moe_router_bias_update_rate is not None and not experts.has_expert_bias:
         yield f"{facts.named(RATE)}: not used without {BIAS}=true; set it, or leave {RATE} out"
     if 1 not in (experts.layers or (1,))[: model.num_layers]:
         depth = plain(facts.config, "model.num_layers")
         yield f"{facts.named('model.moe_layer_freq')}: none of {depth} layers has experts; leave {NUM_EXPERTS} out"
     yield from _group_problems(facts)
+
+
+def _balance_problems(facts: Facts) -> Iterator[str]:
+    """Yield the problems of balance losses and their factors."""
+    model = facts.config.model
+    losses, coeffs = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff
+    if losses == "none":
+        if coeffs:
+            yield f"{facts.named(COEFF)}: not used with {LOSS}=none; use seq_aux_loss, or leave it out"
+        return
+    names, factors = (each if isinstance(each, tuple) else (each,) for each in (losses, coeffs))
+    if len(set(names)) < len(names):
+        yield f"{facts.named(LOSS)}: names a loss twice; add up their factors"
+    elif len(names) != len(factors):
+        yield f"{facts.named(COEFF)}: {len(factors)} for {len(names)} losses; give a list of {len(names)}"
+    elif not all(factors):
+        yield f"{facts.named(LOSS)}: has no effect with {COEFF}=0; use for example {COEFF}=0.01, or {LOSS}=none"
 
 
 def _group_problems(facts: Facts) -> Iterator[str]:

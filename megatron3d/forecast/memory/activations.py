@@ -113,8 +113,8 @@ def _choice(local: LocalSizes, experts: Experts) -> Iterator[KeptTensor]:
     yield KeptTensor(ROUTER, "weights", slots * local.wide)
     if experts.score_function != "softmax" or experts.pre_softmax:
         yield KeptTensor(ROUTER, "scores", scores)
-    if balance is not None and balance.loss == SEQUENCE:
-        yield KeptTensor(ROUTER, "scores of the balance loss", 3 * scores)
+    if balance is not None and balance.losses:
+        yield KeptTensor(ROUTER, "scores of the balance loss", (3 if SEQUENCE in balance.losses else 2) * scores)
     if balance is not None and balance.z_coeff:
         yield KeptTensor(ROUTER, "logits", scores)
 

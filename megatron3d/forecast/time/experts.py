@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron3d.experts.plan import (
+    MICROBATCH,
     SEQUENCE,
     DispatchSizes,
     Experts,
@@ -48,7 +49,7 @@ def expert_traffic(local: LocalSizes, experts: Experts, forwards: int) -> Iterat
     yield from (forwards + 1 + experts.has_shared_gate) * collect
     yield from _exchange(local, experts, forwards)
     axes = mesh.nontrivial(axis for axis in mode.home if axis not in mode.batch_axes)
-    if axes and local.arch.balance is not None and local.arch.balance.loss == SEQUENCE:
+    if axes and local.arch.balance is not None and {SEQUENCE, MICROBATCH} & set(local.arch.balance.losses):
         counts = local.sequences_read * experts.num_experts * _COUNT_BYTES
         yield from forwards * [ring("all_reduce", axes, counts, mesh)]
     if axes and forwards and local.arch.balance is not None and local.arch.balance.capacity_factor is not None:

@@ -66,7 +66,7 @@ def test_all_problems_are_reported_with_key_value_origin_and_rule(file: Path) ->
   num_layers: 3
   num_layers: 4
   tie_embeddings: yes
-  moe_router_load_balancing_type: aux_loss
+  moe_router_load_balancing_type: sinkhorn
 train:
   lr: 1e-3
   seed: 1.5
@@ -89,8 +89,8 @@ block_size: 64
         f"model.family=gpt3 ({file}:4): not allowed; use gpt2 or llama",
         f'model.hidden_size="256" ({file}:3): text is not allowed; use a whole number of at least 1',
         f"model.tie_embeddings=yes ({file}:7): text is not allowed; use true or false or null",
-        f"model.moe_router_load_balancing_type=aux_loss ({file}:8): a loss of each microbatch, which depends on the "
-        "layout; use global_aux_loss or seq_aux_loss",
+        f"model.moe_router_load_balancing_type=sinkhorn ({file}:8): not allowed; use none, seq_aux_loss, "
+        "global_aux_loss or aux_loss or a list of seq_aux_loss, global_aux_loss or aux_loss, such as [seq_aux_loss]",
         f"parallel.tensor_parallel_mode=4d ({file}:15): not allowed; use 1d, 2d, 2.5d, 3d or grid",
         f"parallel.tensor_parallel_shape=[2,0] ({file}:15): not allowed; "
         "use a list of whole numbers of at least 1, such as [2,2,2] or null",

@@ -156,3 +156,9 @@ def test_the_check_of_a_configuration_says_what_the_worst_load_needs() -> None:
     (line,) = memory_at_worst(RunSpec(config, 32, 32000))
     assert line.startswith("experts: at worst one rank has 4 times the balanced rows, and needs")
     assert memory_at_worst(RunSpec(read_config(Path("configs/llama-8b.yaml"), []).config, 8, 32000)) == []
+
+
+def test_a_loss_that_depends_on_the_layout_is_named_at_the_start() -> None:
+    balance = {"moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss"), "moe_aux_loss_coeff": (0.1, 0.1)}
+    (line,) = memory_at_worst(RunSpec(configure(balance, {}), RANKS, VOCAB_SIZE))
+    assert line.startswith("aux_loss: the balance of each microbatch") and "global_aux_loss and seq_aux_loss" in line
