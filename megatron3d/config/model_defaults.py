@@ -111,6 +111,7 @@ def _balance(model: ModelConfig) -> Balance | None:
         model.moe_z_loss_coeff,
         rate,
         model.moe_expert_capacity_factor,
+        model.moe_token_drop_policy,
     )
     return None if balance == Balance() else balance
 

@@ -206,6 +206,9 @@ class ModelConfig(Section, ModelOptions, FamilyOption, frozen=True):
         most=10**5,
         also="capacity_factor moe_capacity_factor expert_capacity",
     )
+    moe_token_drop_policy: Literal["probs", "position"] = key(
+        "probs", "with moe_expert_capacity_factor: an expert takes the tokens of the largest weights, or the first ones"
+    )
     moe_aux_loss_coeff: NonNegative | NonNegatives = key(
         0.0, "factor of the loss of moe_router_load_balancing_type, or a list of one for each"
     )

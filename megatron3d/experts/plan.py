@@ -77,6 +77,9 @@ def capacity_of(factor: float, seq_length: int, experts: Experts) -> int:
     return math.ceil(factor * seq_length * experts.topk / experts.num_experts)
 
 
+PROBS, POSITION = "probs", "position"
+
+
 @dataclass(frozen=True)
 class Balance:
     """What balances the experts' load in training, which no parameter depends on.
@@ -88,6 +91,7 @@ class Balance:
         bias_update_rate: step of the choice's bias.
         capacity_factor: most tokens of a sequence that an expert takes, in multiples of an even load; None: all that
             choose it.
+        drop_policy: which tokens an expert takes then: `PROBS`, those of the largest weights, or `POSITION`, the first.
     """
 
     loss: str | tuple[str, ...] = "none"
@@ -95,6 +99,7 @@ class Balance:
     z_coeff: float = 0.0
     bias_update_rate: float = 0.0
     capacity_factor: float | None = None
+    drop_policy: str = PROBS
 
     @property
     def losses(self) -> dict[str, float]:

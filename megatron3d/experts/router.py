@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron3d.comm.interface import Comm
-from megatron3d.experts.plan import Experts
+from megatron3d.experts.plan import POSITION, PROBS, Experts
 from megatron3d.parallel.mesh import Axes
 
 
@@ -164,22 +164,32 @@ def with_loss(x: Tensor, loss: Tensor, scale: Tensor | float) -> Tensor:
     return y
 
 
-def choices_kept(routes: Routes, row_M: Tensor, seq_length: int, capacity: int, axes: Axes, comm: Comm) -> Tensor:
+class Capacity(NamedTuple):
+    """Tokens that an expert takes of each sequence, and which: `PROBS` or `POSITION`."""
+
+    tokens: int
+    policy: str = PROBS
+
+
+def choices_kept(routes: Routes, row_M: Tensor, seq_length: int, capacity: Capacity, axes: Axes, comm: Comm) -> Tensor:
     """Return for each choice of this rank's tokens whether its expert takes it, bool [M, K].
 
-    Of each sequence an expert takes the tokens of the largest weights, of equal ones those that come first.
+    Of each sequence an expert takes the tokens of the largest weights, of equal ones those that come first; by position
+    all weights count as equal.
 
     Args:
         row_M: index in the global batch of each token.
         axes: axes that split sequences over ranks.
     """
     num_experts, weights_MK = routes.scores_ME.shape[1], routes.weights_MK.detach()
+    if capacity.policy == POSITION:
+        weights_MK = torch.zeros_like(weights_MK)
     experts_NK, weights_NK, row_N = routes.experts_MK, weights_MK, row_M
     if axes:
         parts = [comm.all_gather(each, axes, 0) for each in (experts_NK, weights_NK, row_N)]
         experts_NK, weights_NK, row_N = (part.wait() for part in parts)
     group_NK = (row_N // seq_length).unsqueeze(1) * num_experts + experts_NK
-    kept_NK = _best_of_groups(group_NK.flatten(), weights_NK.flatten(), row_N, capacity).view_as(group_NK)
+    kept_NK = _best_of_groups(group_NK.flatten(), weights_NK.flatten(), row_N, capacity.tokens).view_as(group_NK)
     first = comm.mesh.index(axes) * len(row_M)
     return kept_NK[first : first + len(row_M)]
 

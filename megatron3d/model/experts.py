@@ -23,6 +23,7 @@ from megatron3d.experts.dispatch import DISPATCH, ExpertRanks, gather_tokens, re
 from megatron3d.experts.grouped_matmul import GroupedMatmul, add_biases
 from megatron3d.experts.plan import GLOBAL, MICROBATCH, SEQUENCE, Balance, Experts, capacity_of
 from megatron3d.experts.router import (
+    Capacity,
     Routes,
     balance_terms,
     choices_kept,
@@ -140,7 +141,8 @@ class Router(nn.Module):
         """Return the routes, where choices above an expert's capacity are the index after the last expert."""
         if self.balance.capacity_factor is None:
             return routes
-        capacity = capacity_of(self.balance.capacity_factor, at.seq_length, self.experts)
+        tokens = capacity_of(self.balance.capacity_factor, at.seq_length, self.experts)
+        capacity = Capacity(tokens, self.balance.drop_policy)
 
         def choose() -> Tensor:
             rows_M = at.token_rows(self.home, routes.experts_MK.device)

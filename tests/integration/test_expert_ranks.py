@@ -190,6 +190,11 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "exactly 1, so that the router would never learn; use model.moe_router_pre_softmax=true, or "
         "model.moe_router_score_function=sigmoid",
     ),
+    "a policy of nothing": (
+        {"moe_token_drop_policy": "position", "moe_expert_capacity_factor": None},
+        {},
+        "drops nothing without model.moe_expert_capacity_factor",
+    ),
     "a loss twice": (
         {"moe_router_load_balancing_type": ("aux_loss", "aux_loss"), "moe_aux_loss_coeff": (0.1, 0.1)},
         {},

@@ -44,6 +44,7 @@ BALANCES: dict[str, dict[str, Any]] = {
     "bias": {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.05},
     "capacity": {"moe_expert_capacity_factor": 1.0},
     "capacity below an even load": {"moe_expert_capacity_factor": 0.6},
+    "first tokens": {"moe_expert_capacity_factor": 0.8, "moe_token_drop_policy": "position"},
     "two losses": {
         "moe_router_load_balancing_type": ("seq_aux_loss", "global_aux_loss"),
         "moe_aux_loss_coeff": (0.5, 0.3),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron3d.experts.plan import Experts, capacity_of
-from megatron3d.experts.router import Routes, choices_kept
+from megatron3d.experts.router import Capacity, Routes, choices_kept
 from megatron3d.parallel.mesh import Mesh
 from tests.support.turn_ranks import make_comm, run_turns
 
@@ -38,18 +38,28 @@ def expected(routes: Routes, capacity: int) -> Tensor:
     return kept
 
 
+@pytest.mark.parametrize("capacity", [1, 3, LENGTH])
+def test_by_position_experts_take_the_first_tokens_of_a_sequence(capacity: int) -> None:
+    """The choices are those of equal weights, whatever the weights are."""
+    routes = routes_of(10**6)
+    wanted = expected(routes._replace(weights_MK=torch.ones_like(routes.weights_MK)), capacity)
+    assert capacity == LENGTH or not torch.equal(wanted, expected(routes, capacity))
+    parts = run_turns(kept_of_rank, 2, routes, Capacity(capacity, "position"))
+    assert all(torch.equal(part, wanted[rank::2]) for rank, part in enumerate(parts))
+
+
 @pytest.mark.parametrize("num_weights", [1, 2, 10**6])
 @pytest.mark.parametrize("capacity", [1, 3, LENGTH])
 def test_experts_take_the_largest_weights_of_a_sequence(num_weights: int, capacity: int) -> None:
     routes = routes_of(num_weights)
-    parts = run_turns(kept_of_rank, 2, routes, capacity)
+    parts = run_turns(kept_of_rank, 2, routes, Capacity(capacity))
     assert all(torch.equal(part, expected(routes, capacity)[rank::2]) for rank, part in enumerate(parts))
-    (alone,) = run_turns(kept_of_rank, 1, routes, capacity)
+    (alone,) = run_turns(kept_of_rank, 1, routes, Capacity(capacity))
     assert torch.equal(alone, expected(routes, capacity))
     assert bool(alone.all()) == (capacity == LENGTH)
 
 
-def kept_of_rank(rank: int, world_size: int, routes: Routes, capacity: int) -> Tensor:
+def kept_of_rank(rank: int, world_size: int, routes: Routes, capacity: Capacity) -> Tensor:
     """Return the kept choices of a rank that holds every other position, or every one, the last ones first."""
     comm = make_comm(Mesh((("context", world_size),), rank), [("context",)])
     row_M = torch.arange(SEQUENCES * LENGTH)[rank::world_size].flip(0)
