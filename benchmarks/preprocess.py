@@ -212,8 +212,9 @@ def inputs(folder: Path, source: Path, sizes: Sequence[float], record_mb: float)
 def peak(folder: Path, what: str, path: Path, kind: str) -> Row:
     """Return the peak resident memory of the tool with two workers, in processes of its own."""
     tokenizer_type, model = KINDS[kind]
-    words = ["--input", str(path), "--output-prefix", str(folder / "large"), "--workers", "2", "--append-eod", "--overwrite"]
+    words = ["--input", str(path), "--output-prefix", str(folder / "large"), "--workers", "2", "--append-eod"]
     words += ["--tokenizer-type", tokenizer_type, "--tokenizer-model", str(folder / model), "--max-record-mb", "1000"]
+    words += ["--overwrite"]
     done = subprocess.run([sys.executable, "-c", MEASURE, *words], capture_output=True, text=True, check=True)
     _, code, own, child = done.stdout.splitlines()[-1].split()
     assert code == "0", done.stderr

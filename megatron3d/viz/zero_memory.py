@@ -40,10 +40,10 @@ class ZeroCase(NamedTuple):
     num_replicas: int = 1
 
     def job(self) -> StepSpec:
-        """Return the specification of a small bf16 GPT on data-parallel ranks that divide its sizes."""
+        """Return the specification of a small bf16 GPT on data-parallel ranks; its shards need no padding."""
         config = Config.model_validate(
             {
-                "model": {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 64},
+                "model": {"num_layers": 2, "hidden_size": 512, "num_attention_heads": 4, "seq_length": 64},
                 "parallel": {"zero_stage": self.zero_stage, "num_distributed_optimizer_instances": self.num_replicas},
                 "train": {"global_batch_size": RANKS * MICROBATCHES, "micro_batch_size": 1, "precision": "bf16"},
             }
