@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron3d.comm.interface import Pending, completed
 from megatron3d.experts.rows import Groups, ranges
@@ -71,8 +72,11 @@ def _one_by_one(
 def padded(rows: Tensor) -> Tensor:
     """Return rows followed by zeros, up to an eighth more, where oneDNN multiplies.
 
-    It compiles a kernel for each shape and keeps a thousand; padded rows have eight shapes for each power of two.
+    It compiles a kernel for each shape and keeps a thousand; padded rows have eight shapes for each power of two.  Fake
+    tensors are not multiplied, and keep the FLOPs of the model.
     """
+    if isinstance(rows, FakeTensor):
+        return rows
     is_compiled = rows.device.type == "cpu" and (rows.dtype.itemsize < 4 or uses_onednn(rows.device, rows.dtype))
     extra = -len(rows) % max(_FEWEST_PADDED, 1 << max(len(rows).bit_length() - 4, 0))
     return F.pad(rows, (0, 0, 0, extra)) if is_compiled and extra else rows
@@ -98,9 +102,10 @@ class _AddBiases(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy_RN: Tensor) -> tuple[Tensor | None, ...]:
         parts = ranges(ctx.counts)
-        if not ctx.saved_tensors:
+        saved = ctx.saved_tensors  # once: recomputation gives them away
+        if not saved:
             return dy_RN, torch.stack([dy_RN[rows].sum(0) for rows in parts]), None, None
-        b_EN, weights_R = ctx.saved_tensors
+        b_EN, weights_R = saved
         db_EN, dweights_R = torch.empty_like(b_EN), torch.empty_like(weights_R)
         for rows, b_N, db_N in zip(parts, b_EN, db_EN, strict=True):
             db_N.copy_((dy_RN[rows] * weights_R[rows].unsqueeze(1)).sum(0))
