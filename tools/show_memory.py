@@ -20,7 +20,7 @@ from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
 from megatron3d.errors import UserError
 from megatron3d.forecast.memory.activations import run_activations
-from megatron3d.forecast.memory.local_sizes import KERNELS, LocalSizes
+from megatron3d.model.local_sizes import KERNELS, LocalSizes
 from megatron3d.model.spec import CORE_ATTN, MLP_ACT, NO_RECOMPUTE, LayerRun, Recompute
 from megatron3d.parallel.modes import MODES
 from megatron3d.runtime.arguments import MAX_RANKS, ToolParser, whole

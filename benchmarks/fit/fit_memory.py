@@ -16,12 +16,12 @@ import numpy as np
 from fit.fit_rows import is_mended, nanotron_config, nanotron_table
 
 from megatron3d.config.run_spec import RunSpec
-from megatron3d.forecast.memory.local_sizes import KERNELS
 from megatron3d.forecast.memory.rank import bucket_copies, gathered_inputs, num_logits, rank_memory
 from megatron3d.forecast.memory.step_spec import make_step_spec
 from megatron3d.forecast.search.problem import PlanningProblem
 from megatron3d.forecast.time.practices import PROFILES, FittedTerms, divided_as
 from megatron3d.forecast.time.step import simulated_specs
+from megatron3d.model.local_sizes import KERNELS
 
 Vector = np.ndarray
 TERMS = ("activation_memory", "logit_memory", "gathered_memory")

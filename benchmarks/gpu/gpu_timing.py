@@ -23,11 +23,11 @@ from megatron3d.comm.interface import Comm
 from megatron3d.comm.loopback import LoopbackComm
 from megatron3d.config.read import read_config
 from megatron3d.config.run_spec import RunSpec
-from megatron3d.forecast.memory.local_sizes import KERNELS
 from megatron3d.forecast.memory.rank import predict_memory
 from megatron3d.hardware.devices import device_peak
 from megatron3d.metrics.step_record import peak_memory_bytes
 from megatron3d.model.linear_spec import flops_per_token
+from megatron3d.model.local_sizes import KERNELS
 from megatron3d.pipeline.actions import Action
 from megatron3d.pipeline.engine import Observer, no_observer
 from megatron3d.train.state import TrainState, build_state

@@ -29,22 +29,21 @@ from megatron3d.config.run_spec import RunSpec
 from megatron3d.forecast.memory.activations import (
     ahead_activations,
     deferred_wgrad_activations,
-    document_activations,
     embedding_activations,
     head_activations,
     layer_activations,
     linear_operands,
     num_ahead,
-    rotary_tables,
     run_activations,
     total_bytes,
 )
-from megatron3d.forecast.memory.local_sizes import KERNELS, KernelMemory, LocalSizes
 from megatron3d.forecast.memory.step_spec import StepSpec, make_step_spec
 from megatron3d.forecast.memory.transient_peaks import embedding_peak, head_peaks, layer_peaks
 from megatron3d.forecast.time.hardware import KernelRates
 from megatron3d.forecast.time.practices import OURS, ExecutionProfile
 from megatron3d.linear.overlap_plan import async_plan
+from megatron3d.model.local_sizes import KERNELS, KernelMemory, LocalSizes
+from megatron3d.model.operations import document_tables, rotary_tables
 from megatron3d.model.param_spec import stage_specs
 from megatron3d.model.stage_plan import Stage
 from megatron3d.parallel.layout import ParamSpec, shard_numel
@@ -90,13 +89,14 @@ def stage_activations(step: StepSpec, stage: Stage) -> int:
     """Return the bytes that one microbatch keeps in a stage from forward to backward."""
     local, runs = step.local, step.local.recompute.runs(stage.layers)
     embedding = embedding_activations(local) if stage.has_embedding else ()
-    head = (*head_activations(local), *ahead_activations(local)) if stage.has_head else ()
+    head = head_activations(local) if stage.has_head else ()
     first = next((run for run in runs if run.layers), None)
     reader = head if first is None else () if first.is_offloaded else layer_activations(local)
     holds_input = (first and first.is_recomputed and not first.is_offloaded) or (reader and reader[0].what == "input")
     own_input = 0 if stage.has_embedding or holds_input else local.residual
-    own_input += total_bytes(document_activations(local)) if stage.layers else 0
-    return own_input + total_bytes(embedding) + sum(run_activations(local, run) for run in runs) + total_bytes(head)
+    own_input += total_bytes(document_tables(local)) if stage.layers else 0
+    ends = total_bytes((*embedding, *head)) + (ahead_activations(local) if stage.has_head else 0)
+    return own_input + ends + sum(run_activations(local, run) for run in runs)
 
 
 def in_flight(step: StepSpec) -> dict[int, float]:
@@ -134,7 +134,8 @@ def _held_over_time(step: StepSpec, actions: Iterable[Action]) -> list[int]:
 
 def peak_activations(step: StepSpec) -> tuple[int, int]:
     """Return the bytes of activations, and of residual shards in transfer, when their sum peaks."""
-    shards = (count * step.local.residual for count in residual_shards(step))
+    each = step.local.residual
+    shards = (count * each for count in residual_shards(step))
     return max(zip(_held_over_time(step, step.actions), shards, strict=True), key=sum)
 
 

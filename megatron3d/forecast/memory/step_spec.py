@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import ITEMSIZES
-from megatron3d.forecast.memory.activations import expected_load
-from megatron3d.forecast.memory.local_sizes import KERNELS, KernelMemory, LocalSizes
+from megatron3d.model.expert_operations import expected_load
+from megatron3d.model.local_sizes import KERNELS, KernelMemory, LocalSizes
 from megatron3d.model.stage_plan import Stage
 from megatron3d.ops.plan import LossChunk
 from megatron3d.optim.rule_spec import UpdateRule, rule_of

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from megatron3d.config.validate.layout import feature_dimensions
-from megatron3d.forecast.memory.local_sizes import LocalSizes
 from megatron3d.forecast.memory.rank import rank_memory
 from megatron3d.forecast.memory.step_spec import StepSpec
 from megatron3d.model.linear_spec import flops_per_token
+from megatron3d.model.local_sizes import LocalSizes
 from megatron3d.model.spec import CORE_ATTN, MLP_ACT, NO_RECOMPUTE, Architecture, Recompute
 from megatron3d.model.stage_plan import divide, make_stages
 from megatron3d.parallel.modes import MODES, build_mode

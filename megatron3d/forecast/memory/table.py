@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron3d.experts.plan import layout_notes
-from megatron3d.forecast.memory.activations import worst_load
 from megatron3d.forecast.memory.rank import in_flight, rank_memory, stage_activations
 from megatron3d.forecast.memory.step_spec import StepSpec
+from megatron3d.model.expert_operations import worst_load
 from megatron3d.model.param_spec import stage_specs
 from megatron3d.model.stage_plan import Stage
 from megatron3d.pipeline.actions import ActionKind

@@ -17,8 +17,7 @@ from megatron3d.config.model_defaults import token_dispatcher
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.validate.rules import check
 from megatron3d.experts.plan import fold, stage_axes, with_experts
-from megatron3d.forecast.memory.activations import expected_load, layer_activations, recomputed_activations, total_bytes
-from megatron3d.forecast.memory.local_sizes import KERNELS, LocalSizes
+from megatron3d.forecast.memory.activations import layer_activations, recomputed_activations, total_bytes
 from megatron3d.forecast.search.options import (
     RECOMPUTATIONS,
     TOGETHER,
@@ -36,11 +35,11 @@ from megatron3d.forecast.search.options import (
     tensor_choices,
 )
 from megatron3d.forecast.search.problem import PlanningProblem
-from megatron3d.forecast.time.breakdown import combine
 from megatron3d.forecast.time.data_axis import ParamCounts, collectives_per_step, data_axis_time
-from megatron3d.forecast.time.experts import times_of_layer
-from megatron3d.forecast.time.layer import LayerTimes, Machine, selective_recomputation
+from megatron3d.forecast.time.layer import LayerTimes, Machine, layer_times, selective_recomputation
 from megatron3d.forecast.time.step import head_times
+from megatron3d.model.expert_operations import expected_load
+from megatron3d.model.local_sizes import KERNELS, LocalSizes
 from megatron3d.model.spec import Recompute
 from megatron3d.ops.plan import LossChunk
 from megatron3d.parallel.mesh import DATA, PIPELINE, Mesh
@@ -110,7 +109,7 @@ class PlainTimes(NamedTuple):
     def of(local: LocalSizes, machine: Machine, loss_chunk: LossChunk) -> PlainTimes:
         """Return the times of a microbatch of these sizes."""
         kinds = local.by_kind(range(local.arch.num_layers))
-        layers = [(times_of_layer(each, machine), count) for each, count in kinds]
+        layers = [(layer_times(each, machine), count) for each, count in kinds]
         return PlainTimes(head_times(local, machine, loss_chunk).total, layers)
 
 
@@ -122,7 +121,7 @@ class LayoutBound:
         kinds, is_full = local.by_kind(range(local.arch.num_layers)), local.recompute.granularity == "full"
         seconds = []
         for (times, count), (each, _) in zip(plain.layers, kinds, strict=True):
-            again_s = combine(selective_recomputation(each, machine)).total + is_full * times.forward.total
+            again_s = selective_recomputation(each, machine).total + is_full * times.forward.total
             seconds.append((times.forward.total + times.backward.total + again_s, count))
         self._layers_s = sum(each_s * count for each_s, count in seconds)
         self._least_layer_s = min(each_s for each_s, _ in seconds)
@@ -284,7 +283,7 @@ def _groups_with(
         local = replace(local, expert_load=expected_load(local, problem.config.parallel.expert_load_imbalance))
         plain = PlainTimes.of(local, problem.machine, chunk)
         for granularity in RECOMPUTATIONS:
-            here = replace(local, recompute=Recompute(granularity or "none"))
+            here = local.recomputing(Recompute(granularity or "none"))
             cost = LayoutBound(problem.machine, plain, here, weights)
             for ranks, alike in by_ranks.items():
                 num, left = divmod(batch, rest // ranks * size)

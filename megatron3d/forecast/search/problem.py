@@ -12,7 +12,6 @@ from megatron3d.config.schema import ITEMSIZES, Config
 from megatron3d.config.suggest import nearest, one_of
 from megatron3d.config.yaml_origins import parse_value
 from megatron3d.errors import UserError
-from megatron3d.forecast.memory.local_sizes import KERNELS
 from megatron3d.forecast.memory.rank import RankMemory, fitting_rank_memory, largest_rank_memory, library_bytes
 from megatron3d.forecast.memory.step_spec import make_step_spec
 from megatron3d.forecast.search.options import LayoutChoice, LayoutFields
@@ -21,6 +20,7 @@ from megatron3d.forecast.time.layer import Machine
 from megatron3d.forecast.time.practices import OURS, ExecutionProfile, divided_as
 from megatron3d.forecast.time.step import as_configured, load_machine, predict_time, simulated_specs
 from megatron3d.model.linear_spec import flops_per_token
+from megatron3d.model.local_sizes import KERNELS
 from megatron3d.parallel.mesh import PIPELINE
 from megatron3d.runtime.arguments import shorten
 

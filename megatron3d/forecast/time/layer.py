@@ -14,20 +14,19 @@ each element is read and written once more.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from megatron3d.attention.context.plan import exchange_traffic
-from megatron3d.attention.plan import latent_traffic
-from megatron3d.forecast.memory.local_sizes import LocalMatmul, LocalSizes
+from megatron3d.forecast.memory.activations import modules_of
 from megatron3d.forecast.time.breakdown import ATTENTION, GEMMS, MEMORY, SLOWDOWN, TimeBreakdown, combine, exposed_time
 from megatron3d.forecast.time.hardware import DeviceModel, Network
 from megatron3d.forecast.time.practices import TWO_COPIES, ExecutionProfile, MemoryAccesses
 from megatron3d.linear.overlap_plan import IN_ROUNDS, async_plan, in_rounds
-from megatron3d.model.linear_spec import FC2, KV_UP, Q_UP, mtp_linears
-from megatron3d.model.spec import CORE_ATTN, MLA_UP_PROJ, MLP_ACT
-from megatron3d.parallel.matmul_plan import Flows, MatmulPlan, Move, Traffic, flows, moves, ring, whole_bytes
+from megatron3d.model.local_sizes import LocalSizes
+from megatron3d.model.operation import Operation, Scores
+from megatron3d.model.operations import layer_operations
+from megatron3d.parallel.matmul_plan import Flows, MatmulPlan, Move, Traffic, flows, moves, whole_bytes
 from megatron3d.parallel.mesh import Mesh
 
 
@@ -102,35 +101,6 @@ def _sum_s(move: Move | None, mesh: Mesh, num_elements: float, device: DeviceMod
     return device.memory_bound_s(num_elements * (1 + 1 / mesh.size(move.axes)) * device.itemsize)
 
 
-def _latent_times(local: LocalSizes, machine: Machine, backward: bool) -> Iterator[TimeBreakdown]:
-    """Yield the times of the norms without their statistics' reductions, and of the rotary key's collectives."""
-    if not local.arch.is_latent:
-        return
-    device, norm = machine.device, machine.profile.norm
-    for size in local.arch.latent_sizes:
-        elements = local.tokens * local.part(size, local.mode.residual[1])
-        num_bytes = elements * (norm.backward if backward else norm.forward) * device.itemsize
-        yield TimeBreakdown({MEMORY: device.memory_bound_s(num_bytes, norm.num_kernels)})
-    sizes = local.num_tokens, local.arch.qk_pos_emb_head_dim, device.itemsize
-    for call in latent_traffic(local.mode.expand, local.mesh, *sizes, backward):
-        yield exposed_time(call.axes, machine.network.seconds(call, local.mesh))
-
-
-def linears_from_latents(local: LocalSizes) -> list[LocalMatmul]:
-    """Return the matmuls of a layer that project latents up and are recomputed in backward."""
-    is_recomputed = local.arch.is_latent and local.recompute.recomputes(MLA_UP_PROJ)
-    return [local.matmuls[name] for name in ((Q_UP, KV_UP) if is_recomputed else ())]
-
-
-def traffic_from_latents(local: LocalSizes) -> Iterator[Traffic]:
-    """Yield the collectives of up projections that are recomputed in backward."""
-    for plan, m, n, k, *_ in linears_from_latents(local):
-        sent = flows(plan, local.mesh, m, n, k, local.itemsize)
-        named = in_rounds(sent, plan) if local.overlap.in_rounds else sent
-        yield from (*named.gather_x, *named.reduce_y)
-        yield from () if local.overlap.keep_gathered_weights else sent.gather_w
-
-
 @dataclass(frozen=True)
 class Machine:
     """The device model, the network and the execution profile that times are predicted for."""
@@ -176,18 +146,22 @@ class LinearTime(NamedTuple):
     weight: float
     output: float
     joins: ConcatCopies
+    has_bias: bool
     excess: RoundsExcess = RoundsExcess()
 
     @staticmethod
-    def of(matmul: LocalMatmul, local: LocalSizes, machine: Machine) -> LinearTime:
+    def of(operation: Operation, local: LocalSizes, machine: Machine) -> LinearTime:
         """Return the time of a linear with the sizes that this rank multiplies."""
+        matmul = operation.matmul
+        assert matmul is not None, f"{operation.name} is a linear"
         plan, mesh, itemsize = matmul.plan, local.mesh, machine.device.itemsize
         sizes = matmul.m, matmul.n, matmul.k
         m, n, k = matmul.multiplied(mesh)
         sent = flows(plan, mesh, *sizes, itemsize, wgrad_itemsize=max(itemsize, machine.profile.wgrad_itemsize))
         seconds = machine.device.gemm_s(m, n, k)
         copied = concat_copies(plan, mesh, *sizes, itemsize) if machine.profile.copies_concats else ConcatCopies()
-        found = LinearTime(seconds, sent, sent, n * k / mesh.size(plan.w), m * n / mesh.size(plan.dy), copied)
+        weight, output = n * k / mesh.size(plan.w), m * n / mesh.size(plan.dy)
+        found = LinearTime(seconds, sent, sent, weight, output, copied, operation.has_bias)
         if not local.overlap.in_rounds:
             return found
         excess = rounds_excess(plan, mesh, m, n, k, machine.device)
@@ -241,9 +215,9 @@ class Linears:
     over: OverlapModel
 
     @staticmethod
-    def of(matmuls: Mapping[str, LocalMatmul], local: LocalSizes, machine: Machine) -> Linears:
-        """Return the linears with these matmuls."""
-        times = {path: LinearTime.of(matmul, local, machine) for path, matmul in matmuls.items()}
+    def of(operations: Iterable[Operation], local: LocalSizes, machine: Machine) -> Linears:
+        """Return the linears among operations."""
+        times = {each.name: LinearTime.of(each, local, machine) for each in operations if each.matmul is not None}
         return Linears(local, machine, times, OverlapModel(machine, local.mesh))
 
     def forward(self) -> TimeBreakdown:
@@ -267,8 +241,7 @@ class Linears:
         over, machine, overlap = self.over, self.machine, self.local.overlap
         half, late, whole = (list[TimeBreakdown]() for _ in range(3))
         hides = overlap.input_grad and machine.profile.overlaps_input_grad
-        linears = {**self.local.linears, **mtp_linears(self.local.arch)}
-        for name, each in self.times.items():
+        for each in self.times.values():
             sent, seconds, copied = each.sent, each.gemm_s, each.joins
             product = TimeBreakdown({GEMMS: seconds})
             gathers_w = [] if overlap.keep_gathered_weights else sent.gather_w
@@ -280,7 +253,7 @@ class Linears:
             sums = over.overlapped(sent.reduce_dw, 2 * seconds, overlap.weight_grad)
             add_up = TimeBreakdown({MEMORY: machine.accumulation_s(each.weight, 0.0 if sent.reduce_dw else seconds)})
             add_up = add_up.plus(TimeBreakdown({MEMORY: machine.device.memory_bound_s(copied.x + copied.w)}))
-            bias = machine.profile.bias_grad * each.output * linears[name].has_bias * machine.device.itemsize
+            bias = machine.profile.bias_grad * each.output * each.has_bias * machine.device.itemsize
             moved = copied.dy + copied.dx + copied.w * bool(gathers_w)
             common += [TimeBreakdown({MEMORY: machine.device.memory_bound_s(num)}) for num in (bias, moved)]
             alone = over.with_own_gemm(each.rounds.reduce_dx, seconds).plus(
@@ -294,98 +267,128 @@ class Linears:
 
 
 def layer_times(local: LocalSizes, machine: Machine) -> LayerTimes:
-    """Return the times of a layer of the kind of `local.layer` for one microbatch, without router and experts."""
-    linears = Linears.of(local.matmuls, local, machine)
-    forward = [linears.forward(), *_memory_bound(local, machine, backward=False)]
-    back_i, back_w, whole = linears.backward()
-    between = combine(_memory_bound(local, machine, backward=True))
-    again = combine(_recomputation(linears, combine(forward)))
-    return LayerTimes(combine(forward), combine((back_i, between, again)), back_w, combine((whole, between, again)))
+    """Return the times of a layer of the kind of `local.layer` for one microbatch."""
+    return times_of(layer_operations(local), local, machine, is_recomputed=local.recompute.granularity == "full")
 
 
-def _memory_bound(local: LocalSizes, machine: Machine, backward: bool) -> Iterator[TimeBreakdown]:
-    """Yield the times of the memory-bound kernels between the GEMMs."""
-    profile, arch = machine.profile, local.arch
-    size = machine.device.itemsize
-    residual, inner = local.tokens * local.hidden, local.inner_tokens
-    heads = local.num_queries * arch.kv_channels
-    keys = 2 * local.num_groups * arch.kv_channels
-
-    def passes(elements: float, passes: MemoryAccesses, count: int = 1) -> TimeBreakdown:
-        num = passes.backward if backward else passes.forward
-        return TimeBreakdown({MEMORY: count * machine.device.memory_bound_s(elements * num * size, passes.num_kernels)})
-
-    yield passes(residual, profile.norm, len(arch.norm_sites))
-    yield passes(residual, profile.add, 2)
-    yield passes(residual, profile.dropout, 2 * (arch.hidden_dropout > 0))
-    yield passes(inner * local.ffn * (1.5 if local.is_gated else 1), profile.activation)
-    yield passes(inner * (2 * heads + keys), profile.layout)
-    if share := local.rotated_share:
-        yield passes(inner * (heads + keys / 2) * share, profile.rotary)
-    if arch.qk_layernorm:
-        yield passes(inner * (heads + keys / 2), profile.norm)
-    yield _attention(local, machine, backward)
-    if axes := local.heads.gather_axes:
-        whole = inner * local.keys_width * local.mesh.size(axes) * size
-        call = ring("reduce_scatter" if backward else "all_gather", axes, whole, local.mesh)
-        yield exposed_time(axes, 2 * machine.network.seconds(call, local.mesh))
-    yield _exchange(local, machine, backward)
-    yield from _latent_times(local, machine, backward)
-    if features := local.mesh.nontrivial(local.mode.residual[1]):
-        call = ring("all_reduce", features, 2 * local.tokens * 4, local.mesh)
-        num_norms = len(arch.norm_sites) + len(arch.latent_sizes)
-        yield exposed_time(features, num_norms * machine.network.seconds(call, local.mesh))
-
-
-def _exchange(local: LocalSizes, machine: Machine, backward: bool, again: bool = False) -> TimeBreakdown:
-    """Return the exposed time of one exchange between context ranks: all but what attention hides."""
-    mode, mesh = local.mode, local.mesh
-    if not mode.context:
-        return TimeBreakdown()
-    sizes = replace(local.exchange, itemsize=machine.device.itemsize)
-    sent = exchange_traffic(mode.exchange, mode.context, sizes, mesh, backward, again)
-    every, bare = (sum(machine.network.seconds(call, mesh) for call in calls) for calls in sent)
-    return exposed_time(mode.context, every - min(every - bare, _attention(local, machine, backward).total))
-
-
-def _attention(local: LocalSizes, machine: Machine, backward: bool) -> TimeBreakdown:
-    """Return the time of fused attention over what queries see, or of its unfused GEMMs and elementwise kernels."""
-    arch, device, rows, seq = local.arch, machine.device, local.positions, local.arch.seq_length
-    heads = local.sequences * local.num_queries
-    if (scores := machine.profile.unfused_scores(arch.attention_softcap is not None)) is None:
-        flops = 4 * heads * rows * seq * arch.kv_channels / 2 * local.seen_share
-        return TimeBreakdown({ATTENTION: device.attention_s(flops * (2.5 if backward else 1), backward)})
-    keys = seq if arch.attention_softcap is None else local.keys_seen
-    first = device.gemm_s(rows, keys, arch.kv_channels, heads)
-    second = device.gemm_s(rows, arch.kv_channels, keys, heads)
-    seconds = device.memory_bound_s(
-        heads * rows * keys * (scores.backward if backward else scores.forward) * device.itemsize, scores.num_kernels
+def times_of(
+    operations: Sequence[Operation], local: LocalSizes, machine: Machine, *, is_recomputed: bool
+) -> LayerTimes:
+    """Return the times of operations for one microbatch; `is_recomputed`: all of them are, in backward."""
+    linears = Linears.of(operations, local, machine)
+    others = OtherTimes(operations, linears)
+    forward = linears.forward().plus(*others.all(False))
+    half, late, whole = linears.backward()
+    grouped = combine(others.weight_grad(each) for each in operations)
+    again = combine(_whole_again(linears, others, forward) if is_recomputed else _modules_again(linears, others))
+    return LayerTimes(
+        forward,
+        half.plus(*others.all(True), again),
+        late.plus(grouped),
+        whole.plus(*others.all(True, 2), grouped, again),
     )
-    return TimeBreakdown({ATTENTION: (1 + backward) * (first + second) + seconds})
 
 
-def _recomputation(linears: Linears, forward: TimeBreakdown) -> Iterator[TimeBreakdown]:
-    """Yield the times of recomputation in backward; weights are not prefetched for it."""
-    local, machine, times = linears.local, linears.machine, linears.times
-    if local.recompute.granularity == "full":
-        exposed = times.values() if local.overlap.weight_gather else ()
-        yield forward.plus(*(linears.over.exposed(each.sent.gather_w) for each in exposed))
-        if machine.profile.stops_recomputation and FC2 in times:
-            yield TimeBreakdown({GEMMS: -times[FC2].gemm_s})
-    yield from selective_recomputation(local, machine)
+@dataclass(frozen=True)
+class OtherTimes:
+    """Times of the operations of a layer besides its linears."""
+
+    operations: Sequence[Operation]
+    linears: Linears
+
+    def all(self, backward: bool, num_gemms: int = 1) -> Iterator[TimeBreakdown]:
+        """Yield the time of each operation.
+
+        Args:
+            num_gemms: GEMMs of a linear's backward that hide collectives: that of dgrad, or that of wgrad as well.
+        """
+        for each in self.operations:
+            yield self.compute(each, backward)
+            yield self.sent(each, each.sent_back if backward else each.sent, backward, num_gemms)
+
+    def compute(self, operation: Operation, backward: bool) -> TimeBreakdown:
+        """Return the time of its kernels, of its own GEMMs (backward: of dgrad), and of attention."""
+        device, found = self.linears.machine.device, list[TimeBreakdown]()
+        for kind, elements in operation.kernels:
+            accesses: MemoryAccesses = getattr(self.linears.machine.profile, kind)
+            num = accesses.backward if backward else accesses.forward
+            seconds = device.memory_bound_s(elements * num * device.itemsize, accesses.num_kernels)
+            found.append(TimeBreakdown({MEMORY: seconds}))
+        if operation.gemms:
+            found.append(TimeBreakdown({GEMMS: sum(device.gemm_s(*gemm) for gemm in operation.gemms)}))
+        if operation.scores is not None:
+            found.append(TimeBreakdown({ATTENTION: self._attention_s(operation.scores, backward)}))
+        return combine(found)
+
+    def weight_grad(self, operation: Operation) -> TimeBreakdown:
+        """Return the time of the wgrad of its own GEMMs, which accumulate into main_grad."""
+        machine, found = self.linears.machine, list[TimeBreakdown]()
+        for gemm in operation.gemms:
+            seconds = machine.device.gemm_s(*gemm)
+            summed = machine.accumulation_s(gemm.count * gemm.n * gemm.k, seconds)
+            found.append(TimeBreakdown({GEMMS: seconds, MEMORY: summed}))
+        return combine(found)
+
+    def _attention_s(self, scores: Scores, backward: bool) -> float:
+        """Return the seconds of fused attention over what queries see, or of unfused GEMMs and elementwise kernels."""
+        device, profile = self.linears.machine.device, self.linears.machine.profile
+        batch, queries, keys, channels = scores[:4]
+        if (accesses := profile.unfused_scores(scores.is_plain)) is None:
+            flops = 4 * batch * queries * keys * channels / 2 * scores.share
+            return device.attention_s(flops * (2.5 if backward else 1), backward)
+        products = device.gemm_s(queries, keys, channels, batch) + device.gemm_s(queries, channels, keys, batch)
+        num_bytes = batch * queries * keys * (accesses.backward if backward else accesses.forward) * device.itemsize
+        return (1 + backward) * products + device.memory_bound_s(num_bytes, accesses.num_kernels)
+
+    def sent(self, operation: Operation, calls: Sequence[Traffic], backward: bool, num_gemms: int = 1) -> TimeBreakdown:
+        """Return the exposed time of collectives of an operation: all but what other operations hide of them."""
+        machine, mesh = self.linears.machine, self.linears.local.mesh
+
+        def seconds(calls: Iterable[Traffic]) -> float:
+            more = operation.busiest
+            each = (call._replace(wire_bytes=call.wire_bytes * more) for call in calls) if more != 1 else calls
+            return sum(machine.network.seconds(call, mesh) for call in each)
+
+        if not calls:
+            return TimeBreakdown()
+        hidden = operation.hidden_back if backward else operation.hidden
+        if not hidden or (operation.hides_if and not getattr(machine.profile, operation.hides_if)):
+            return combine(exposed_time(call.axes, seconds([call])) for call in calls)
+        behind = (each for each in self.operations if each.name in operation.behind)
+        during = sum(self._computes_s(each, backward, num_gemms) for each in behind)
+        covered = min(seconds(call for call in calls if call in hidden), during)
+        slowed = TimeBreakdown({SLOWDOWN: covered * machine.device.comm_tax} if covered else {})
+        return exposed_time(calls[0].axes, seconds(calls) - covered).plus(slowed)
+
+    def _computes_s(self, operation: Operation, backward: bool, num_gemms: int) -> float:
+        linear = self.linears.times.get(operation.name)
+        return num_gemms * linear.gemm_s if linear else self.compute(operation, backward).total
 
 
-def selective_recomputation(local: LocalSizes, machine: Machine) -> Iterator[TimeBreakdown]:
-    """Yield the times of modules that are recomputed in a layer's backward."""
-    recompute, accesses = local.recompute, machine.profile.activation.forward * machine.device.itemsize
-    if recompute.recomputes(CORE_ATTN):
-        yield TimeBreakdown() if local.keeps_result else _attention(local, machine, backward=False)
-        yield _exchange(local, machine, backward=False, again=local.keeps_result)
-    # Up projections; nothing overlaps with their collectives.
-    for matmul in linears_from_latents(local):
-        yield TimeBreakdown({GEMMS: machine.device.gemm_s(*matmul.multiplied(local.mesh))})
-    for call in traffic_from_latents(local):
-        yield exposed_time(call.axes, machine.network.seconds(call, local.mesh))
-    if recompute.recomputes(MLP_ACT):
-        elements = local.inner_tokens * local.ffn * (1.5 if local.is_gated else 1)
-        yield TimeBreakdown({MEMORY: machine.device.memory_bound_s(elements * accesses)})
+def _whole_again(linears: Linears, others: OtherTimes, forward: TimeBreakdown) -> Iterator[TimeBreakdown]:
+    """Yield the times of a forward in backward; weights are not prefetched for it."""
+    exposed = linears.times.values() if linears.local.overlap.weight_gather else ()
+    yield forward.plus(*(linears.over.exposed(each.sent.gather_w) for each in exposed))
+    last = others.operations[-2].name
+    if linears.machine.profile.stops_recomputation and last in linears.times:
+        yield TimeBreakdown({GEMMS: -linears.times[last].gemm_s})
+
+
+def _modules_again(linears: Linears, others: OtherTimes) -> Iterator[TimeBreakdown]:
+    """Yield the times of modules that backward computes again; nothing overlaps with their collectives."""
+    local, modules = linears.local, modules_of(linears.local)
+    for each in others.operations if modules else ():
+        if each.is_again(modules):
+            yield others.compute(each, backward=False)
+            yield others.sent(each, each.sent_again(modules), backward=False)
+            if (linear := linears.times.get(each.name)) is not None:
+                gathers = [] if local.overlap.keep_gathered_weights else linear.sent.gather_w
+                yield TimeBreakdown({GEMMS: linear.gemm_s})
+                yield linears.over.exposed(linear.rounds.gather_x + linear.rounds.reduce_y + gathers)
+
+
+def selective_recomputation(local: LocalSizes, machine: Machine) -> TimeBreakdown:
+    """Return the time of modules that are recomputed in a layer's backward."""
+    operations = layer_operations(local) if modules_of(local) else []
+    linears = Linears.of(operations, local, machine)
+    return combine(_modules_again(linears, OtherTimes(operations, linears)))

@@ -99,6 +99,7 @@ NO_ACCESS = MemoryAccesses(0, 0)
 UNARY = MemoryAccesses(2, 3)  # read x, write y; read x and dy, write dx
 BINARY = MemoryAccesses(3, 3)
 TWO_COPIES = MemoryAccesses(2, 2, 2)
+EXPERT_ROWS = MemoryAccesses(7, 7, 7)
 # Accesses per capped score, counted in the elementwise kernels around the plain matmuls of `attention/pairs.py`:
 # they compute in fp32 on bf16 scores.
 CAPPED_SCORES = MemoryAccesses(36.0, 52.0, 10)
@@ -117,6 +118,8 @@ class ExecutionProfile:
         copies_concats: concatenating gathered shards along a tensor's second dimension, or splitting a tensor along it
             to be scattered, takes a copy.
         rotary: accesses per element of q and k.
+        rows: accesses per element of the rows of experts: they are copied to the order of experts and back, weighted,
+            and their slots added.
         bias_grad: accesses per element of a linear's output to compute its bias gradient.
         grad_bytes: bytes moved per weight and microbatch to accumulate a gradient into main_grad.
         fuses_grad_sum: the wgrad GEMM accumulates into main_grad where no axis reduces the gradient.
@@ -152,6 +155,7 @@ class ExecutionProfile:
     activation: MemoryAccesses = UNARY
     layout: MemoryAccesses = TWO_COPIES
     rotary: MemoryAccesses = TWO_COPIES
+    rows: MemoryAccesses = EXPERT_ROWS
     copies_concats: bool = False
     bias_grad: float = 1.0
     grad_bytes: float = 10.0

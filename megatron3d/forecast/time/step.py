@@ -12,7 +12,6 @@ from functools import cached_property
 
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import ITEMSIZES
-from megatron3d.forecast.memory.local_sizes import KERNELS, LocalSizes
 from megatron3d.forecast.memory.step_spec import local_sizes
 from megatron3d.forecast.time.breakdown import GEMMS, HOST, MEMORY, TimeBreakdown, TimePrediction, combine, exposed_time
 from megatron3d.forecast.time.data_axis import (
@@ -26,7 +25,6 @@ from megatron3d.forecast.time.data_axis import (
     exposed_reduction_s,
     partly_exposed,
 )
-from megatron3d.forecast.time.experts import times_of_layer
 from megatron3d.forecast.time.hardware import (
     Accelerator,
     Cluster,
@@ -38,15 +36,18 @@ from megatron3d.forecast.time.hardware import (
 from megatron3d.forecast.time.layer import (
     ConcatCopies,
     LayerTimes,
-    Linears,
     Machine,
     OverlapModel,
     concat_copies,
+    layer_times,
+    times_of,
 )
 from megatron3d.forecast.time.practices import OURS, ExecutionProfile
+from megatron3d.model.local_sizes import KERNELS, LocalSizes
+from megatron3d.model.operations import ahead_operations
 from megatron3d.model.spec import NO_RECOMPUTE
 from megatron3d.model.stage_plan import Stage
-from megatron3d.ops.plan import LossChunk, relayout_traffic
+from megatron3d.ops.plan import LossChunk
 from megatron3d.optim.rule_spec import UpdateRule, rule_of
 from megatron3d.parallel.matmul_plan import crossing, flows, ring
 from megatron3d.parallel.mesh import PIPELINE, Mesh
@@ -170,25 +171,8 @@ def module_times(
 
 
 def ahead_times(local: LocalSizes, machine: Machine) -> LayerTimes:
-    """Return the times of a module of multi-token prediction without its layer, its embedding and its LM head.
-
-    They are two norms, two linears and their sum, and the all-gathers back to the layout of the residual stream.
-    """
-    linears = Linears.of(local.mtp_matmuls, local, machine)
-    mode, size, norm = local.mode, machine.device.itemsize, machine.profile.norm
-    elements, whole_bytes = local.tokens * local.hidden, local.num_tokens * local.arch.hidden_size * size
-    changes = [(mode.inner, mode.residual), (mode.residual, mode.inner)]
-    there, back = (linears.over.exposed(relayout_traffic(*layouts, local.mesh, whole_bytes)) for layouts in changes)
-    normed, unnormed = (
-        TimeBreakdown({MEMORY: 2 * machine.device.memory_bound_s(elements * (passes + add) * size, 2)})
-        for passes, add in ((norm.forward, 1.5), (norm.backward, 0))
-    )
-    forward = combine((linears.forward(), normed, there))
-    back_i, back_w, whole = linears.backward()
-    again = forward if local.recompute.recomputes_ahead else TimeBreakdown()
-    return LayerTimes(
-        forward, combine((back_i, unnormed, back, again)), back_w, combine((whole, unnormed, back, again))
-    )
+    """Return the times of a module of multi-token prediction without its layer, its embedding and its LM head."""
+    return times_of(ahead_operations(local), local, machine, is_recomputed=local.recompute.recomputes_ahead)
 
 
 def load_machine(cluster_name: str, precision: str, num_ranks: int, profile: ExecutionProfile = OURS) -> Machine:
@@ -331,9 +315,9 @@ def stage_times(step: SimulatedStep) -> Durations:
 def _times_of_kind(local: LocalSizes, machine: Machine) -> tuple[LayerTimes, LayerTimes]:
     """Return the times of a layer that keeps its activations, and of one that is recomputed."""
     full = local.recompute.granularity == "full"
-    kept = replace(local, recompute=NO_RECOMPUTE) if full else local
-    plain = host_floor(times_of_layer(kept, machine), local, machine)
-    return plain, host_floor(times_of_layer(local, machine), local, machine, repeats=True) if full else plain
+    kept = local.recomputing(NO_RECOMPUTE) if full else local
+    plain = host_floor(layer_times(kept, machine), local, machine)
+    return plain, host_floor(layer_times(local, machine), local, machine, repeats=True) if full else plain
 
 
 def _stage(

@@ -8,23 +8,20 @@ A dry run of the step is compared with it, call by call and byte by byte.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megatron3d.attention.context.plan import exchange_traffic
-from megatron3d.attention.plan import latent_traffic
-from megatron3d.forecast.memory.activations import num_ahead
-from megatron3d.forecast.memory.local_sizes import LocalMatmul, LocalSizes
+from megatron3d.forecast.memory.activations import modules_of, num_ahead
 from megatron3d.forecast.memory.rank import flat_buffer_sizes
 from megatron3d.forecast.memory.step_spec import StepSpec
 from megatron3d.forecast.memory.transient_peaks import chunk_rows
-from megatron3d.forecast.time.experts import counts_of_routers, expert_flops, expert_traffic, not_recomputed
-from megatron3d.forecast.time.layer import linears_from_latents, traffic_from_latents
 from megatron3d.linear.overlap_plan import in_rounds
-from megatron3d.model.spec import CORE_ATTN
+from megatron3d.model.local_sizes import LocalMatmul, LocalSizes
+from megatron3d.model.operation import Operation
+from megatron3d.model.operations import ahead_operations, embedding_operations, head_operations, layer_operations
+from megatron3d.model.spec import counts_each_step, counts_shape
 from megatron3d.model.stage_plan import Stage
-from megatron3d.ops.plan import relayout_traffic
-from megatron3d.parallel.matmul_plan import Flows, MatmulPlan, Traffic, crossing, flows, ring
+from megatron3d.parallel.matmul_plan import Flows, Traffic, crossing, flows, ring
 from megatron3d.parallel.mesh import PIPELINE, Axes
 from megatron3d.pipeline.actions import ActionKind
 from megatron3d.pipeline.lower import count_transfers
@@ -56,8 +53,9 @@ def _step_calls(step: StepSpec, is_logged: bool) -> CountedTraffic:
         for call in _stage(step, stage):
             yield step.num_microbatches, call
         for run in step.local.recompute.runs(stage.layers):
-            for call in not_recomputed(replace(step.local, layer=run.layers[-1])) if run.is_recomputed else ():
-                yield -step.num_microbatches, call
+            last = layer_operations(replace(step.local, layer=run.layers[-1])) if run.is_recomputed else []
+            for each in _behind_all_saved(last):
+                yield from ((-step.num_microbatches, call) for call in each.sent_again(()))
         yield from _input_grads(step, stage)
         if step.local.overlap.keep_gathered_weights:
             for sent, _ in _stage_linears(step.local, stage):
@@ -93,88 +91,34 @@ def _stage(step: StepSpec, stage: Stage) -> Iterator[Traffic]:
     local = step.local
     for run in local.recompute.runs(stage.layers):
         for each, count in local.by_kind(run.layers):
-            yield from count * list(_layer(each, forwards=2 if run.is_recomputed else 1))
+            yield from count * list(_sent(layer_operations(each), each, run.is_recomputed))
     if stage.has_embedding:
-        yield from _embedding(local)
+        yield from _sent(embedding_operations(local), local)
     if stage.has_head:
-        yield from _norm(local, 1)
-        yield from _head(step)
+        yield from (*_sent(head_operations(local), local), *_head(step))
+        again = local.recompute.recomputes_ahead
         for _ in range(local.arch.mtp_num_layers):
-            yield from (*_embedding(local), *_ahead(local), *_head(step))
+            yield from (*_sent(embedding_operations(local), local), *_head(step))
+            yield from _sent([*ahead_operations(local), *head_operations(local)], local, again)
+            yield from _sent(layer_operations(local.layer_ahead), local.layer_ahead, again)
 
 
-def _embedding(local: LocalSizes) -> Iterator[Traffic]:
-    arch, plan = local.arch, local.mode.embed
-    sent = flows(plan, local.mesh, local.num_tokens, arch.hidden_size, arch.padded_vocab_size, local.itemsize)
-    yield from (*sent.gather_w, *sent.reduce_y, *sent.gather_dy, *sent.reduce_dw)
+def _sent(operations: Iterable[Operation], local: LocalSizes, is_recomputed: bool = False) -> Iterator[Traffic]:
+    """Yield the collectives of forward, recomputation and backward, but for reductions of dX (`_input_grads`)."""
+    modules = modules_of(local)
+    for each in operations:
+        again = is_recomputed or each.is_again(modules)
+        yield from (*each.sent, *(each.sent_again(modules) if again else ()), *each.sent_back)
+        if each.matmul is not None:
+            sent, named = _linear_flows(local, each.matmul)
+            keeps, forwards = local.overlap.keep_gathered_weights, 1 + again
+            yield from forwards * (named.gather_x + named.reduce_y) + (not keeps) * (forwards + 1) * sent.gather_w
+            yield from named.gather_dy + sent.gather_x + sent.reduce_dw
 
 
-def _ahead(local: LocalSizes) -> Iterator[Traffic]:
-    """Yield the collectives of a module of multi-token prediction, without those of its embedding and its LM head."""
-    mode, forwards = local.mode, 2 if local.recompute.recomputes_ahead else 1
-    for _ in range(3):
-        yield from _norm(local, forwards)
-    yield from _linears(local, local.mtp_matmuls, forwards)
-    whole_bytes = local.num_tokens * local.arch.hidden_size * local.itemsize
-    yield from forwards * relayout_traffic(mode.inner, mode.residual, local.mesh, whole_bytes)
-    yield from relayout_traffic(mode.residual, mode.inner, local.mesh, whole_bytes)
-    yield from _layer(local.layer_ahead, forwards)
-
-
-def _linears(local: LocalSizes, matmuls: Mapping[str, LocalMatmul], forwards: int) -> Iterator[Traffic]:
-    keeps = local.overlap.keep_gathered_weights
-    for sent, named in _linear_flows(local, matmuls):
-        yield from forwards * (named.gather_x + named.reduce_y) + (not keeps) * (forwards + 1) * sent.gather_w
-        yield from named.gather_dy + sent.gather_x + sent.reduce_dw
-
-
-def _layer(local: LocalSizes, forwards: int) -> Iterator[Traffic]:
-    yield from _linears(local, local.matmuls, forwards)
-    yield from traffic_from_latents(local)
-    for _ in local.arch.norm_sites:
-        yield from _norm(local, forwards)
-    repeats = forwards + local.recompute.recomputes(CORE_ATTN)
-    if local.arch.qk_layernorm and local.arch.qk_layernorm_scope == "projection":
-        rows, features = local.inner_tokens, local.mesh.nontrivial(local.mode.inner[1])
-        for _ in range(2):
-            yield from _norm_of(rows, features, local, repeats)
-    yield from _latents(local, forwards)
-    axes = local.heads.gather_axes
-    if axes:
-        num_bytes = local.inner(local.keys_width) * (local.mesh.size(axes) - 1)
-        yield from 2 * repeats * [Traffic("all_gather", axes, num_bytes)]
-        yield from 2 * [Traffic("reduce_scatter", axes, num_bytes)]
-    yield from context_traffic(local, forwards)
-    if local.experts is not None:
-        yield from expert_traffic(local, local.experts, forwards)
-
-
-def _latents(local: LocalSizes, forwards: int) -> Iterator[Traffic]:
-    """Yield the collectives of the latents' norms, and of the rotary key that all heads share."""
-    arch, mode, mesh = local.arch, local.mode, local.mesh
-    if not arch.is_latent:
-        return
-    for _ in arch.latent_sizes:
-        yield from _norm(local, forwards)
-    sizes = mode.expand, mesh, local.num_tokens, arch.qk_pos_emb_head_dim, local.itemsize
-    yield from forwards * latent_traffic(*sizes, backward=False)
-    yield from latent_traffic(*sizes, backward=True)
-
-
-def context_traffic(local: LocalSizes, forwards: int) -> Iterator[Traffic]:
-    """Yield the exchanges between context ranks: of each forward, of attention that is recomputed, and of backward.
-
-    Recomputation keeps the output of attention, except where its weights have dropout.
-    """
-    mode = local.mode
-    if not mode.context:
-        return
-    given = mode.exchange, mode.context, local.exchange, local.mesh
-    there = exchange_traffic(*given, backward=False).calls
-    yield from forwards * there
-    if local.recompute.recomputes(CORE_ATTN):
-        yield from exchange_traffic(*given, backward=False, again=local.keeps_result).calls
-    yield from exchange_traffic(*given, backward=True).calls
+def _behind_all_saved(operations: Sequence[Operation]) -> Sequence[Operation]:
+    """Return the operations behind the last one that saves anything, where recomputation stops."""
+    return operations[1 + max((place for place, each in enumerate(operations) if each.saves), default=-1) :]
 
 
 def _input_grads(step: StepSpec, stage: Stage) -> CountedTraffic:
@@ -192,32 +136,23 @@ def _stage_linears(local: LocalSizes, stage: Stage) -> list[tuple[Flows, Flows]]
     """Return the collectives of all linears of a stage, as `_linear_flows` does."""
     ahead = num_ahead(local, stage)
     layers = [each for each, count in local.by_kind(stage.layers) for _ in range(count)] + ahead * [local.layer_ahead]
-    found = [flow for each in layers for flow in _linear_flows(each, each.matmuls)]
-    return found + ahead * _linear_flows(local, local.mtp_matmuls)
+    found = [_linear_flows(each, matmul) for each in layers for matmul in each.matmuls.values()]
+    return found + ahead * [_linear_flows(local, matmul) for matmul in local.mtp_matmuls.values()]
 
 
-def _linear_flows(local: LocalSizes, matmuls: Mapping[str, LocalMatmul]) -> list[tuple[Flows, Flows]]:
-    """Return the collectives of linears: plain, and with those in rounds under their names."""
-    found = []
-    for plan, m, n, k, *_ in matmuls.values():
-        sent = flows(plan, local.mesh, m, n, k, local.itemsize, wgrad_itemsize=local.wgrad_itemsize)
-        found.append((sent, in_rounds(sent, plan) if local.overlap.in_rounds else sent))
-    return found
+def _linear_flows(local: LocalSizes, matmul: LocalMatmul) -> tuple[Flows, Flows]:
+    """Return the collectives of a linear: plain, and with those in rounds under their names."""
+    plan, m, n, k, *_ = matmul
+    sent = flows(plan, local.mesh, m, n, k, local.itemsize, wgrad_itemsize=local.wgrad_itemsize)
+    return sent, in_rounds(sent, plan) if local.overlap.in_rounds else sent
 
 
-def _norm(local: LocalSizes, forwards: int) -> Iterator[Traffic]:
-    """Yield the collectives of a norm of the residual stream."""
-    yield from _norm_of(local.tokens, local.mesh.nontrivial(local.mode.residual[1]), local, forwards)
-
-
-def _norm_of(rows: int, axes: Axes, local: LocalSizes, forwards: int) -> Iterator[Traffic]:
-    """Yield the collectives of the statistics of a norm over features that `axes` split, and of their gradients."""
-    if not axes:
-        return
-    num_bytes, centred = rows * local.wide, not local.arch.is_rms_norm
-    gathered = Traffic("all_gather", axes, 2 * num_bytes * (local.mesh.size(axes) - 1))
-    yield from forwards * [gathered if centred else ring("all_reduce", axes, num_bytes, local.mesh)]
-    yield ring("all_reduce", axes, (1 + centred) * num_bytes, local.mesh)
+def counts_of_routers(local: LocalSizes, is_logged: bool) -> list[Traffic]:
+    """Return the all-reduce of what all routers counted in a step, which the metrics of a logged step need as well."""
+    rows, columns = counts_shape(local.arch)
+    if not rows or not (is_logged or counts_each_step(local.arch)):
+        return []
+    return [ring("all_reduce", local.mesh.nontrivial(local.mesh.names), 8 * rows * columns, local.mesh)]
 
 
 def _head(step: StepSpec) -> Iterator[Traffic]:
@@ -268,26 +203,18 @@ def step_flops(step: StepSpec) -> int:
             for local, count in step.local.by_kind(run.layers):
                 total += count * local_layer_flops(local, again=run.is_recomputed)
         if stage.has_head:
-            local, plan, ahead = step.local, step.local.mode.expand, step.local.arch.mtp_num_layers
-            sizes = local.num_tokens, local.arch.padded_vocab_size, local.arch.hidden_size
-            total += 3 * (1 + ahead) * _gemm_flops(local, plan, *sizes)
+            local, ahead = step.local, step.local.arch.mtp_num_layers
+            total += 3 * (1 + ahead) * local.head_matmul.flops(local.mesh)
             again = local.recompute.recomputes_ahead
-            linears = sum(_gemm_flops(local, *matmul[:4]) for matmul in local.mtp_matmuls.values())
-            total += ahead * (local_layer_flops(local.layer_ahead, again) + (3 + again) * linears)
+            modules = _flops(ahead_operations(local), (), again)
+            total += ahead * (local_layer_flops(local.layer_ahead, again) + modules)
     return step.num_microbatches * total
 
 
 def local_layer_flops(local: LocalSizes, again: bool) -> int:
     """Return the FLOPs of one layer on this rank for one microbatch."""
-    products = sum(_gemm_flops(local, *matmul[:4]) for matmul in local.matmuls.values())
-    projections = sum(_gemm_flops(local, *matmul[:4]) for matmul in linears_from_latents(local))
-    recomputes_core = not again and local.recompute.recomputes(CORE_ATTN) and not local.keeps_result
-    scores = (1 + again + recomputes_core) * local.scores(backward=False) + 2 * local.scores(backward=True)
-    if local.experts is not None:
-        products += expert_flops(local, local.experts)
-    return (3 + again) * products + projections + 4 * scores * local.arch.kv_channels
+    return _flops(layer_operations(local), modules_of(local), again)
 
 
-def _gemm_flops(local: LocalSizes, plan: MatmulPlan, m: int, n: int, k: int) -> int:
-    size = local.mesh.size
-    return 2 * (m // size(plan.m)) * (n // size(plan.n)) * (k // size(plan.k))
+def _flops(operations: Iterable[Operation], modules: Iterable[str], again: bool) -> int:
+    return sum((1 + (again or each.is_again(modules))) * each.flops + each.backward_flops for each in operations)

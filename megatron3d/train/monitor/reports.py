@@ -23,7 +23,6 @@ from megatron3d.attention.pairs import kernel_name
 from megatron3d.checkpoint.pieces import ranges_to_write
 from megatron3d.comm.interface import Comm
 from megatron3d.config.run_spec import RunSpec
-from megatron3d.forecast.memory.local_sizes import KERNELS, LocalSizes
 from megatron3d.forecast.memory.rank import rank_memory
 from megatron3d.forecast.memory.step_spec import StepSpec, make_step_spec
 from megatron3d.forecast.memory.suggestions import suggest
@@ -36,6 +35,7 @@ from megatron3d.linear.gemm import onednn_gemms
 from megatron3d.metrics.step_record import StepWork
 from megatron3d.model.layers import is_opaque
 from megatron3d.model.linear_spec import flops_per_token, num_parameters
+from megatron3d.model.local_sizes import KERNELS, LocalSizes
 from megatron3d.model.params import part_views
 from megatron3d.model.spec import GATED, has_window
 from megatron3d.ops.cross_entropy import LOSS_KERNEL_NAMES, loss_kernel

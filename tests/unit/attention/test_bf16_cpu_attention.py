@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from megatron3d.attention import attention as bf16_cpu_attention
 from megatron3d.attention.attention import MAX_SEQ_LENGTH, causal_attention, recomputes_softmax
-from megatron3d.forecast.memory.local_sizes import KERNELS
+from megatron3d.model.local_sizes import KERNELS
 
 
 def errors(attend, inputs, dy):

@@ -14,9 +14,9 @@ from megatron3d.config.model_defaults import resolve_architecture
 from megatron3d.config.read import read_config
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.convert.config_json import read_settings
-from megatron3d.forecast.memory.local_sizes import KERNELS
 from megatron3d.forecast.memory.rank import predict_memory
 from megatron3d.model.linear_spec import num_parameters
+from megatron3d.model.local_sizes import KERNELS
 from megatron3d.model.spec import architecture_record, changed_fields, expert_layers, may_change
 
 FOLDER = Path(__file__).parents[3] / "configs" / "models"

@@ -10,8 +10,8 @@ import torch
 from megatron3d.config.model_defaults import resolve_architecture
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config, ModelConfig
-from megatron3d.forecast.memory.local_sizes import LocalSizes
 from megatron3d.model.linear_spec import flops_per_token
+from megatron3d.model.local_sizes import LocalSizes
 from megatron3d.model.spec import Architecture, attention_kind, has_window, mean_keys
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.modes import build_mode

@@ -12,9 +12,9 @@ import pytest
 
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
-from megatron3d.forecast.memory.local_sizes import KERNELS
 from megatron3d.forecast.memory.step_spec import make_step_spec
 from megatron3d.forecast.time.step import load_machine, simulated_step
+from megatron3d.model.local_sizes import KERNELS
 from megatron3d.parallel.layout import bucket_bytes
 from megatron3d.parallel.matmul_plan import Traffic
 

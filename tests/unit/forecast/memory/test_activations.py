@@ -17,7 +17,6 @@ from megatron3d.config.model_defaults import resolve_architecture
 from megatron3d.config.schema import ModelConfig
 from megatron3d.data.packing import Packing
 from megatron3d.forecast.memory.activations import (
-    document_activations,
     embedding_activations,
     head_activations,
     layer_activations,
@@ -25,9 +24,11 @@ from megatron3d.forecast.memory.activations import (
     run_activations,
     total_bytes,
 )
-from megatron3d.forecast.memory.local_sizes import KeptTensor, LocalSizes
 from megatron3d.model.gpt import GPT
+from megatron3d.model.local_sizes import LocalSizes
 from megatron3d.model.microbatch import Pass
+from megatron3d.model.operation import Stored
+from megatron3d.model.operations import document_tables
 from megatron3d.model.spec import MODULES, NO_RECOMPUTE, Architecture, Recompute
 from megatron3d.model.stage_plan import Stage, StageAssignment, make_stages
 from megatron3d.ops.plan import LossChunk
@@ -264,7 +265,7 @@ def alone(name: str, micro_batch_size: int = MICRO_BATCH_SIZE, itemsize: int = 2
     return LocalSizes(arch_of(name), mode, mesh_of(mode), micro_batch_size, itemsize)
 
 
-def named(items: tuple[KeptTensor, ...]) -> dict[tuple[str, str], int]:
+def named(items: tuple[Stored, ...]) -> dict[tuple[str, str], int]:
     return {item[:2]: item.num_bytes for item in items}
 
 
@@ -315,7 +316,7 @@ def check_left(local: LocalSizes) -> None:
     ends = (
         total_bytes(embedding_activations(local))
         + total_bytes(head_activations(local))
-        + total_bytes(document_activations(local))
+        + total_bytes(document_tables(local))
     )
     layers = sum(run_activations(local, run) for run in local.recompute.runs(stage.layers))
     assert left - gradient.untyped_storage().nbytes() == ends + layers

@@ -19,9 +19,8 @@ from megatron3d.attention.packed import Visible
 from megatron3d.attention.pairs import Drop, Softmax
 from megatron3d.config.model_defaults import resolve_architecture
 from megatron3d.config.schema import ModelConfig
-from megatron3d.forecast.memory.activations import kept_by_exchange
-from megatron3d.forecast.memory.local_sizes import LocalSizes
-from megatron3d.forecast.memory.transient_peaks import exchange_peak
+from megatron3d.model.attention_operations import exchange_peak, kept_by_exchange
+from megatron3d.model.local_sizes import LocalSizes
 from megatron3d.ops.recompute import recomputed
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.modes import build_mode

@@ -22,14 +22,14 @@ from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
 from megatron3d.data.loader import BatchLoader
 from megatron3d.experts import router
-from megatron3d.forecast.memory.activations import worst_load
-from megatron3d.forecast.memory.local_sizes import KERNELS
 from megatron3d.forecast.memory.rank import RankMemory, predict_memory, rank_memory
 from megatron3d.forecast.memory.step_spec import make_step_spec
 from megatron3d.forecast.memory.table import worst_load_lines
 from megatron3d.forecast.time.practices import OURS
 from megatron3d.forecast.time.step import load_machine, predict_time
 from megatron3d.linear.gemm import onednn_gemms
+from megatron3d.model.expert_operations import worst_load
+from megatron3d.model.local_sizes import KERNELS
 from megatron3d.parallel.modes.mode import DISPATCHERS
 from megatron3d.train.state import build_state
 from megatron3d.train.step import StepSettings, train_step

@@ -12,7 +12,6 @@ import pytest
 
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
-from megatron3d.forecast.memory.local_sizes import KERNELS
 from megatron3d.forecast.memory.rank import (
     buffers,
     library_bytes,
@@ -22,8 +21,9 @@ from megatron3d.forecast.memory.rank import (
     transient_peaks,
 )
 from megatron3d.forecast.memory.step_spec import make_step_spec
-from megatron3d.forecast.memory.transient_peaks import sdpa_workspace
 from megatron3d.forecast.time.hardware import FOLDER, file_names, load_accelerator
+from megatron3d.model.attention_operations import sdpa_workspace
+from megatron3d.model.local_sizes import KERNELS
 from megatron3d.parallel.mesh import Link
 from megatron3d.pipeline.actions import RECEIVES
 

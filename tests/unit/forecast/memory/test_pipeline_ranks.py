@@ -6,7 +6,6 @@ import pytest
 
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
-from megatron3d.forecast.memory.local_sizes import KERNELS
 from megatron3d.forecast.memory.rank import (
     MemoryOfRank,
     candidates,
@@ -16,6 +15,7 @@ from megatron3d.forecast.memory.rank import (
     residual_shards,
 )
 from megatron3d.forecast.memory.step_spec import make_step_spec
+from megatron3d.model.local_sizes import KERNELS
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])

@@ -19,7 +19,6 @@ from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
 from megatron3d.data.loader import BatchLoader
 from megatron3d.forecast.memory.activations import recomputed_activations
-from megatron3d.forecast.memory.local_sizes import KERNELS
 from megatron3d.forecast.memory.rank import (
     flat_buffer_sizes,
     in_flight,
@@ -30,8 +29,9 @@ from megatron3d.forecast.memory.rank import (
     stage_activations,
 )
 from megatron3d.forecast.memory.step_spec import StepSpec, make_step_spec
-from megatron3d.forecast.memory.transient_peaks import HASH_CHUNK
 from megatron3d.linear.gemm import onednn_gemms
+from megatron3d.model.local_sizes import KERNELS
+from megatron3d.model.operation import HASH_CHUNK
 from megatron3d.model.spec import Recompute
 from megatron3d.ops.dropout import CPU_HASH_CHUNK
 from megatron3d.optim.adamw import CPU_CHUNK, GPU_CHUNK

@@ -8,10 +8,10 @@ import pytest
 
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
-from megatron3d.forecast.memory.local_sizes import KERNELS
 from megatron3d.forecast.memory.rank import gathered_inputs, largest_rank_memory, num_logits, rank_memory, reserved_for
 from megatron3d.forecast.memory.step_spec import StepSpec, make_step_spec
 from megatron3d.forecast.time.practices import OURS, ExecutionProfile, FittedTerms, fitted_terms, practice
+from megatron3d.model.local_sizes import KERNELS
 
 MODEL = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "seq_length": 256, "vocab_size": 8192}
 

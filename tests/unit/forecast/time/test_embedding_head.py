@@ -18,10 +18,10 @@ from torch.utils._pytree import tree_leaves
 from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.config.read import read_config
 from megatron3d.config.run_spec import RunSpec
-from megatron3d.forecast.memory.local_sizes import LocalSizes
 from megatron3d.forecast.time.hardware import Network
 from megatron3d.forecast.time.layer import Machine
 from megatron3d.forecast.time.step import count_chunks, head_times, load_machine, loss_bytes
+from megatron3d.model.local_sizes import LocalSizes
 from megatron3d.model.spec import NO_RECOMPUTE
 from megatron3d.ops.cross_entropy import LMHead, VocabShard, cross_entropy_
 from megatron3d.parallel.mesh import Mesh

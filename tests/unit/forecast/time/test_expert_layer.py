@@ -8,15 +8,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from megatron3d.forecast.time.experts import times_of_layer
 
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
-from megatron3d.forecast.memory.local_sizes import LocalSizes
 from megatron3d.forecast.memory.step_spec import make_step_spec
 from megatron3d.forecast.time.breakdown import SLOWDOWN, TimeBreakdown, is_exposed
-from megatron3d.forecast.time.experts import times_of_layer
 from megatron3d.forecast.time.layer import LayerTimes, Machine
 from megatron3d.forecast.time.step import load_machine
+from megatron3d.model.local_sizes import LocalSizes
 from megatron3d.parallel.matmul_plan import Traffic
 from megatron3d.parallel.modes.mode import ALLTOALL, DISPATCHERS
 

@@ -8,7 +8,6 @@ import pytest
 
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
-from megatron3d.forecast.memory.local_sizes import KERNELS
 from megatron3d.forecast.memory.rank import largest_rank_memory
 from megatron3d.forecast.memory.step_spec import make_step_spec
 from megatron3d.forecast.time.practices import (
@@ -21,6 +20,7 @@ from megatron3d.forecast.time.practices import (
     filled_stages,
 )
 from megatron3d.forecast.time.step import load_machine, predict_time
+from megatron3d.model.local_sizes import KERNELS
 
 MODEL = {"family": "llama", "num_layers": 28, "hidden_size": 3072, "ffn_hidden_size": 8192, "num_attention_heads": 24}
 MODEL |= {"seq_length": 4096, "vocab_size": 131072}

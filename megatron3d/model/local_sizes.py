@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron3d.attention.context.plan import GATHER, ExchangeSizes, TokenOrder, exchange_ring, scores_computed
 from megatron3d.attention.plan import DROPOUT_PIECE, DROPOUT_ROWS, LONGEST, HeadSplit, num_scores
 from megatron3d.experts.plan import Experts
 from megatron3d.linear.overlap_plan import OVERLAP_ALL, TPOverlap
 from megatron3d.model import spec as layer_kinds
-from megatron3d.model.linear_spec import FC1, FC2, LinearSize, linears_of_layer, mtp_linears
+from megatron3d.model.linear_spec import LinearSize, linears_of_layer, mtp_linears
 from megatron3d.model.spec import (
     GATED,
-    MLP_ACT,
     NO_RECOMPUTE,
     Architecture,
     AttentionKind,
@@ -52,6 +51,11 @@ class LocalMatmul(NamedTuple):
         """Return m, n and k of the GEMM of one rank."""
         plan = self.plan
         return self.m / mesh.size(plan.m), self.n / mesh.size(plan.n), self.k / mesh.size(plan.k)
+
+    def flops(self, mesh: Mesh) -> int:
+        """Return the FLOPs of the GEMM of one rank."""
+        plan, size = self.plan, mesh.size
+        return 2 * (self.m // size(plan.m)) * (self.n // size(plan.n)) * (self.k // size(plan.k))
 
 
 @dataclass(frozen=True)
@@ -144,6 +148,11 @@ class LocalSizes:
     documents: tuple[tuple[int, ...], ...] | None = None
     expert_load: float = 1.0
 
+    @cached_property
+    def listed(self) -> dict[str, Any]:
+        """What follows from these sizes and is listed once."""
+        return {}
+
     def part(self, size: int, axes: Axes) -> int:
         """Return this rank's part of a dimension that `axes` split."""
         low, high = span(size, axes, self.mesh)
@@ -159,12 +168,12 @@ class LocalSizes:
         """Linears of this layer by path; those of a mixture of experts are the shared experts'."""
         return linears_of_layer(self.arch, self.experts is not None)
 
-    @property
+    @cached_property
     def experts(self) -> Experts | None:
         """Mixture of experts of this layer; None where it has an MLP."""
         return self.arch.experts if has_experts(self.arch, self.layer) else None
 
-    @property
+    @cached_property
     def home_tokens(self) -> int:
         """Tokens that are at home on this rank, with all their features."""
         return self.part(self.num_tokens, self.mode.home)
@@ -174,12 +183,12 @@ class LocalSizes:
         """Ranks that split each expert, and gather one another's tokens for it."""
         return self.mesh.size(self.mode.etensor)
 
-    @property
+    @cached_property
     def gathered_tokens(self) -> int:
         """Tokens that this rank sends to experts: its own, and those of the ranks that split the same experts."""
         return self.home_tokens * self.etensor_ranks
 
-    @property
+    @cached_property
     def expert_rows(self) -> int:
         """Rows of this rank's experts."""
         return 0 if self.experts is None else round(self.gathered_tokens * self.experts.topk * self.expert_load)
@@ -194,10 +203,16 @@ class LocalSizes:
         """Matmuls of a module of multi-token prediction besides those of its layer."""
         return {path: self._matmul(linear) for path, linear in mtp_linears(self.arch).items()}
 
-    @property
+    @cached_property
     def layer_ahead(self) -> LocalSizes:
         """Sizes of the layer of a module of multi-token prediction, of the last layer's kind."""
         return self.by_kind([self.arch.num_layers - 1])[0][0]
+
+    @cached_property
+    def head_matmul(self) -> LocalMatmul:
+        """Matmul of the LM head."""
+        arch = self.arch
+        return self._matmul(LinearSize(True, arch.hidden_size, {"head": arch.padded_vocab_size}))
 
     def _matmul(self, linear: LinearSize) -> LocalMatmul:
         plan, m, k = linear.plan(self.mode).on(self.mesh), self.num_tokens, linear.num_inputs
@@ -212,13 +227,13 @@ class LocalSizes:
         """The kind of attention of this layer."""
         return attention_kind(self.arch, self.layer)
 
-    @property
+    @cached_property
     def window(self) -> int | None:
         """Keys that a query of this layer sees; None: all before it, as with a window that is no shorter."""
         window = self.attention.window
         return None if window is None or window >= self.arch.seq_length else window
 
-    @property
+    @cached_property
     def keys_seen(self) -> int:
         """Most keys that a query of this layer sees."""
         return keys_seen(self.arch, self.layer)
@@ -235,6 +250,13 @@ class LocalSizes:
         """Share of a head's channels that this layer rotates."""
         rotary = self.attention.rotary
         return rotary.num_channels / self.arch.kv_channels if rotary else 0.0
+
+    def recomputing(self, recompute: Recompute) -> LocalSizes:
+        """Return these sizes with other modules recomputed, which no cached value depends on."""
+        found = replace(self, recompute=recompute)
+        cached = {name: value for name, value in vars(self).items() if name not in vars(found)}
+        vars(found).update(listed=self.listed, **{name: cached[name] for name in cached if name != "listed"})
+        return found
 
     def by_kind(self, layers: Iterable[int]) -> list[tuple[LocalSizes, int]]:
         """Return the sizes of one layer of each kind among `layers`, and how many there are of it."""
@@ -261,22 +283,22 @@ class LocalSizes:
         """Bytes of an element of a dW that axes reduce."""
         return self.itemsize if self.narrow_wgrad else self.wide
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         """Tokens of the whole microbatch."""
         return self.micro_batch_size * self.arch.seq_length
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """This rank's tokens of the residual stream."""
         return self.part(self.num_tokens, self.mode.residual[0])
 
-    @property
+    @cached_property
     def hidden(self) -> int:
         """This rank's features of the residual stream."""
         return self.part(self.arch.hidden_size, self.mode.residual[1])
 
-    @property
+    @cached_property
     def residual(self) -> int:
         """Bytes of this rank's shard of the residual stream."""
         return self.tokens * self.hidden * self.itemsize
@@ -286,17 +308,17 @@ class LocalSizes:
         """Whether norms reduce their statistics over ranks."""
         return bool(self.mesh.nontrivial(self.mode.residual[1]))
 
-    @property
+    @cached_property
     def inner_tokens(self) -> int:
         """This rank's tokens inside attention and MLP: its positions of whole sequences."""
         return self.part(self.num_tokens, self.mode.inner[0])
 
-    @property
+    @cached_property
     def sequences(self) -> int:
         """This rank's sequences inside attention and MLP."""
         return self.part(self.micro_batch_size, self.mode.sequence_axes)
 
-    @property
+    @cached_property
     def positions(self) -> int:
         """Positions of each sequence that this rank holds."""
         return self.arch.seq_length // self.mesh.size(self.mode.context)
@@ -322,14 +344,14 @@ class LocalSizes:
             )
         return int(each * self.num_queries)
 
-    @property
+    @cached_property
     def longest_piece(self) -> int | None:
         """Most queries that attention takes at once; None: all of a pair."""
         if self.arch.attention_dropout:
             return DROPOUT_PIECE if self.arch.seq_length > DROPOUT_ROWS else None
         return None if self.arch.attention_softcap is None else LONGEST
 
-    @property
+    @cached_property
     def order(self) -> TokenOrder:
         """Which positions of its sequences this rank holds."""
         return TokenOrder.of_mode(self.mode, self.mesh, layer_kinds.widest_window(self.arch))
@@ -344,7 +366,7 @@ class LocalSizes:
         """Whether weights have dropout where a rank has all keys: scores are kept, or pieces of them recomputed."""
         return bool(self.arch.attention_dropout) and (not self.mode.context or self.mode.exchange == GATHER)
 
-    @property
+    @cached_property
     def exchange(self) -> ExchangeSizes:
         """Sizes of what this rank exchanges with other context ranks; all-gathers send keys before they are copied."""
         mode, seq = self.mode, self.arch.seq_length
@@ -369,24 +391,24 @@ class LocalSizes:
         arch, axes = self.arch, self.mesh.nontrivial(self.mode.inner[1])
         return HeadSplit(arch.num_attention_heads, arch.num_query_groups, arch.kv_channels, axes, self)
 
-    @property
+    @cached_property
     def num_queries(self) -> int:
         """Number of query heads on this rank."""
         low, high = self.heads.query_span
         return high - low
 
-    @property
+    @cached_property
     def num_groups(self) -> int:
         """Number of key/value heads that this rank's query heads read."""
         low, high = self.heads.group_span
         return high - low
 
-    @property
+    @cached_property
     def keys_width(self) -> int:
         """Features of the keys on this rank before they are all-gathered; values have as many."""
         return self.part(self.arch.num_query_groups * self.arch.kv_channels, self.mode.inner[1])
 
-    @property
+    @cached_property
     def ffn(self) -> int:
         """This rank's inner features of the MLP, or of the shared experts."""
         size = self.arch.ffn_hidden_size if self.experts is None else self.experts.shared_ffn_hidden_size
@@ -400,57 +422,3 @@ class LocalSizes:
     def inner(self, width: int) -> int:
         """Return the bytes of `width` features for this rank's inner tokens."""
         return self.inner_tokens * width * self.itemsize
-
-
-class KeptTensor(NamedTuple):
-    """Tensor that is kept for backward: the module that needs it, its description, and its bytes."""
-
-    site: str
-    what: str
-    num_bytes: int
-
-
-class Kept(NamedTuple):
-    """Tensor that an activation keeps, in multiples of its output; whether it is the input of the linear after it."""
-
-    what: str
-    size: int
-    is_input: bool = False
-
-
-def activation_tensors(local: LocalSizes, unit: int, linears: tuple[str, str] = (FC1, FC2)) -> Iterator[KeptTensor]:
-    """Yield what the activation of a layer keeps, with or without its own recomputation.
-
-    Args:
-        unit: bytes of the activation's output.
-        linears: sites of the linear before and of the one after.
-    """
-    kept, before, after = _ACTIVATIONS[local.arch.activation], *linears
-    site = before.removesuffix("fc1") + "activation"
-    if local.recompute.recomputes(MLP_ACT):
-        yield KeptTensor(before, "output", (2 if local.is_gated else 1) * unit)
-        kept = tuple(item for item in kept if item.what in _RECOMPUTED_KEEPS)
-    yield from (KeptTensor(after if item.is_input else site, item.what, item.size * unit) for item in kept)
-
-
-_INPUT = Kept("input", 1, is_input=True)
-_GATED = Kept("gate and up", 2), Kept("gate activated", 1), _INPUT
-
-# What an activation keeps of its own making; relu its result.
-_RECOMPUTED_KEEPS = {"gate activated", "output", "relu", "gate clamped", "sigmoid", "up clamped, plus 1"}
-
-# What rules of differentiation read: relu's its output, which is the input of fc2 as well, the others' their input.
-_ACTIVATIONS: Mapping[str, tuple[Kept, ...]] = {
-    "gelu": (Kept("input", 1), _INPUT),
-    "gelu_tanh": (Kept("input", 1), _INPUT),
-    "relu": (Kept("output", 1),),
-    "squared_relu": (Kept("relu", 1), _INPUT),
-    "swiglu": _GATED,
-    "geglu": _GATED,
-    "geglu_tanh": _GATED,
-    "clamped_swiglu": (
-        Kept("gate and up", 2),
-        *(Kept(what, 1) for what in ("gate clamped", "sigmoid", "gate activated", "up clamped, plus 1")),
-        _INPUT,
-    ),
-}

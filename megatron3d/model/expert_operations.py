@@ -1,0 +1,316 @@
+"""Operations of a mixture of experts, with the load that `LocalSizes.expert_load` says.
+
+    to whole rows | router | dispatch | shared experts | fc1 | activation | fc2 | return, combine | shared gate | back
+
+Tokens are on their way to the ranks of their experts during the shared experts' GEMMs, and their gradients during the
+GEMMs of the shared experts' backward.  Small tensors (a number or a weight per token and expert) count roughly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from megatron3d.experts.plan import (
+    MICROBATCH,
+    SEQUENCE,
+    DispatchSizes,
+    Experts,
+    backward_traffic,
+    balanced_exchange,
+    capacity_of,
+    forward_traffic,
+)
+from megatron3d.model.linear_spec import SHARED_FC1, SHARED_FC2
+from megatron3d.model.local_sizes import LocalSizes
+from megatron3d.model.operation import INDEX, Kernel, LocalGemm, Operation, Stored, mlp_operations
+from megatron3d.parallel.matmul_plan import Traffic, ring
+from megatron3d.parallel.mesh import Axes
+from megatron3d.parallel.modes.mode import ALLGATHER
+
+ROUTER, EXPERT_FC1, ACTIVATION, EXPERT_FC2, COMBINE = (
+    f"mlp.{name}" for name in ("router", "experts.fc1", "experts.activation", "experts.fc2", "experts.combine")
+)
+# Counts of tokens of each sequence are reduced as fp32.
+_COUNT_BYTES = 4
+
+
+def expert_operations(local: LocalSizes, experts: Experts, x: Stored) -> list[Operation]:
+    """Return the operations of a mixture of experts on x."""
+    hidden, ffn, rows, size = local.arch.hidden_size, local.expert_ffn, local.expert_rows, local.itemsize
+    parts, count = 2 if local.is_gated else 1, experts.num_experts // local.mesh.size(local.mode.experts)
+    collect = list(_back_to_residual(local))
+    spread = [call for call in collect if call.axes == local.mesh.nontrivial(local.mode.residual[1])]
+    whole = Operation(name="mlp.whole_rows", sent=spread, sent_back=collect)
+    each = rows / count
+    one = hidden * parts * ffn * (size < local.wide)  # dW of an expert, before it is added in fp32
+    fc1 = Operation(
+        name=EXPERT_FC1,
+        saves=(Stored(EXPERT_FC1, "rows", rows * hidden * size),),
+        writes=(Stored(EXPERT_FC1, "output", parts * rows * ffn * size),),
+        gemms=(LocalGemm(each, parts * ffn, hidden, count),),
+        is_deferred=True,
+        flops=2 * rows * hidden * parts * ffn,
+        backward_flops=4 * rows * hidden * parts * ffn,
+        peaks=_gradients(local, EXPERT_FC1, rows * hidden + parts * rows * ffn + one),
+    )
+    between = Operation(
+        name=ACTIVATION,
+        reads=(fc1.output,),
+        writes=(Stored(EXPERT_FC2, "input", rows * ffn * size),),
+        saves=(fc1.output, Stored(ACTIVATION, "weights of rows", rows * local.wide)),
+        module=MLP_ACT,
+        kernels=(Kernel("activation", rows * ffn * (1.5 if local.is_gated else 1)),),
+        peaks=_gradients(local, ACTIVATION, (5 if local.is_gated else 3) * rows * ffn),
+    )
+    fc2 = Operation(
+        name=EXPERT_FC2,
+        saves=(between.output,),
+        gemms=(LocalGemm(each, hidden, ffn, count),),
+        is_deferred=True,
+        flops=2 * rows * hidden * ffn,
+        backward_flops=4 * rows * hidden * ffn,
+        peaks=_gradients(local, EXPERT_FC2, rows * hidden + rows * ffn + one),
+    )
+    shared = mlp_operations(local, x, SHARED_FC1, SHARED_FC2) if experts.shared_ffn_hidden_size else []
+    exchange, outer = _exchange(local, experts), _gather(local, experts)
+    there = [outer.dispatch(), exchange.dispatch()]
+    combine = _combine(local, experts)
+    back = [combine, exchange.returned()] if exchange.gathers else [exchange.returned(), combine]
+    gate = [_shared_gate(local, x, spread, collect)] if experts.has_shared_gate else []
+    last = Operation(name="mlp.residual", sent=collect, sent_back=spread)
+    return [whole, _router(local, experts, x), *there, *shared, fc1, between, fc2, *back, outer.returned(), *gate, last]
+
+
+def _gradients(local: LocalSizes, site: str, elements: int) -> dict[str, int]:
+    """Return the peak of a backward of experts: gradients of rows, and copies in another order."""
+    return {f"backward of {site}": elements * local.itemsize + local.residual}
+
+
+def _back_to_residual(local: LocalSizes) -> Iterator[Traffic]:
+    """Yield the collectives from whole rows to the residual stream, which are the last ones of a layer."""
+    features, copies = (local.mesh.nontrivial(axes) for axes in (local.mode.residual[1], local.mode.copies))
+    whole = local.home_tokens * local.arch.hidden_size * local.itemsize * local.mesh.size(copies)
+    if copies:
+        yield ring("all_gather", copies, whole, local.mesh)
+    if features:
+        yield ring("all_to_all", features, local.residual, local.mesh)
+
+
+def _moves(local: LocalSizes) -> bool:
+    return bool(local.mesh.nontrivial((*local.mode.residual[1], *local.mode.copies)))
+
+
+def _router(local: LocalSizes, experts: Experts, x: Stored) -> Operation:
+    """Return the router, which keeps its input, the choice of experts, the order of rows, and what its losses need."""
+    hidden, home, balance = local.arch.hidden_size, local.home_tokens, local.arch.balance
+    has_capacity = balance is not None and balance.capacity_factor is not None
+    # The choice, and whether its expert takes it.
+    chosen = Stored(ROUTER, "choice", home * experts.topk * (INDEX + has_capacity))
+    flops = 2 * hidden * home * experts.num_experts
+    sent, ranks = list[Traffic](), local.mesh
+    axes = local.mesh.nontrivial(axis for axis in local.mode.home if axis not in local.mode.batch_axes)
+    once = list[Traffic]()
+    if axes and balance is not None and {SEQUENCE, MICROBATCH} & set(balance.losses):
+        counts = local.sequences_read * experts.num_experts * _COUNT_BYTES
+        sent.append(ring("all_reduce", axes, counts, local.mesh))
+    if axes and has_capacity:
+        slots = home * experts.topk
+        sizes = slots * INDEX, slots * local.wide, home * INDEX
+        once += [ring("all_gather", axes, ranks.size(axes) * each, local.mesh) for each in sizes]
+    # Rows are copied to the order of experts, weighted between the linears, and added.
+    kernels = (Kernel("rows", local.expert_rows * hidden),)
+    return Operation(
+        name=ROUTER,
+        saves=(_whole_rows(local) if _moves(local) else x, *_choice(local, experts)),
+        once=(chosen,),
+        kernels=kernels,
+        gemms=(LocalGemm(home, experts.num_experts, hidden),),
+        flops=flops,
+        backward_flops=2 * flops,
+        sent=sent + once,
+        sent_in_layer=sent,
+        peaks={
+            f"backward of {ROUTER}": local.expert_rows * hidden * local.itemsize
+            + _sum_bytes(local, experts)
+            + local.residual
+        },
+    )
+
+
+def _whole_rows(local: LocalSizes) -> Stored:
+    return Stored(ROUTER, "whole rows", local.home_tokens * local.arch.hidden_size * local.itemsize)
+
+
+def _choice(local: LocalSizes, experts: Experts) -> Iterator[Stored]:
+    """Yield the choice of experts, the order of rows, and what the losses of the router keep."""
+    balance, scores = local.arch.balance, local.home_tokens * experts.num_experts * local.wide
+    slots, ranks = local.gathered_tokens * experts.topk, local.mesh.size(local.mode.experts)
+    yield Stored(ROUTER, "choice", slots * INDEX)
+    if _gathers(local):
+        yield Stored(ROUTER, "order of rows", local.expert_rows * INDEX)
+    else:
+        reordered = ranks > 1 and experts.num_experts > ranks
+        yield Stored(ROUTER, "order of rows", slots * INDEX + 2 * reordered * local.expert_rows * INDEX)
+    yield Stored(ROUTER, "weights", slots * local.wide)
+    if experts.score_function != "softmax" or experts.pre_softmax:
+        yield Stored(ROUTER, "scores", scores)
+    if balance is not None and balance.losses:
+        yield Stored(ROUTER, "scores of the balance loss", (3 if SEQUENCE in balance.losses else 2) * scores)
+    if balance is not None and balance.z_coeff:
+        yield Stored(ROUTER, "logits", scores)
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """One exchange of tokens with the ranks of their experts, or with those that split the same experts."""
+
+    name: str
+    local: LocalSizes
+    axes: Axes
+    dispatcher: str
+    sizes: DispatchSizes
+
+    @property
+    def gathers(self) -> bool:
+        """Whether a rank has the tokens of all ranks, and adds its experts' part of their outputs."""
+        return bool(self.axes) and self.dispatcher == ALLGATHER
+
+    def _calls(self, backward: bool, again: bool = False) -> list[Traffic]:
+        if not self.axes:
+            return []
+        ranks = self.local.mesh.size(self.axes)
+        rows = balanced_exchange(self.sizes, ranks, self.local.mesh.index(self.axes))
+        given = self.dispatcher, self.axes, self.sizes, ranks, rows
+        return backward_traffic(*given) if backward else forward_traffic(*given, again)
+
+    def dispatch(self) -> Operation:
+        """Return the way there."""
+        sent, back, again = self._calls(False)[:-1], self._calls(True)[1:], self._calls(False, again=True)[:-1]
+        is_inner = self.name == "mlp.experts"
+        return Operation(
+            name=f"{self.name}.dispatch",
+            sent=sent,
+            sent_back=back,
+            sent_in_layer=again,
+            hidden=sent[-1:] if is_inner else (),
+            hidden_back=back[:1] if is_inner else (),
+            behind=(SHARED_FC1, SHARED_FC2) if is_inner else (),
+            hides_if="overlaps_shared_experts",
+            busiest=self._busiest,
+        )
+
+    def returned(self) -> Operation:
+        """Return the way back."""
+        back = self._calls(False)[-1:], self._calls(True)[:1]
+        return Operation(name=f"{self.name}.return", sent=back[0], sent_back=back[1], busiest=self._busiest)
+
+    @property
+    def _busiest(self) -> float:
+        return 1.0 if self.dispatcher == ALLGATHER else self.local.expert_load
+
+
+def dispatch_sizes(local: LocalSizes, experts: Experts) -> DispatchSizes:
+    """Return the sizes of the exchange of tokens with the ranks of their experts."""
+    hidden, topk, num_experts = local.arch.hidden_size, experts.topk, experts.num_experts
+    return DispatchSizes(local.gathered_tokens, hidden, topk, num_experts, local.itemsize, local.wide)
+
+
+def _exchange(local: LocalSizes, experts: Experts) -> _Exchange:
+    axes = local.mesh.nontrivial(local.mode.experts)
+    return _Exchange("mlp.experts", local, axes, local.mode.dispatcher, dispatch_sizes(local, experts))
+
+
+def _gather(local: LocalSizes, experts: Experts) -> _Exchange:
+    """Return the exchange with the ranks that split the same experts."""
+    sizes = replace(dispatch_sizes(local, experts), tokens=local.home_tokens)
+    return _Exchange("mlp.etensor", local, local.mesh.nontrivial(local.mode.etensor), ALLGATHER, sizes)
+
+
+def _combine(local: LocalSizes, experts: Experts) -> Operation:
+    """Return the sum of each token's outputs, which keeps no rows: their weights come before fc2."""
+    hidden, ranks = local.arch.hidden_size, local.mesh.size(local.mode.experts)
+    combined = rows_combined(local, experts) * hidden
+    gathered = local.gathered_tokens * hidden * (ranks if _gathers(local) else local.etensor_ranks > 1)
+    grads = gathered + (1 + _exchanges(local)) * max(local.expert_rows * hidden, combined)
+    return Operation(
+        name=COMBINE,
+        peaks=_gradients(local, COMBINE, grads) | {"sum of experts' outputs": _combination_peak(local, experts, False)},
+        peaks_again={"sum of experts' outputs": _combination_peak(local, experts, True)},
+    )
+
+
+def _shared_gate(local: LocalSizes, x: Stored, spread: list[Traffic], collect: list[Traffic]) -> Operation:
+    """Return the gate of the shared experts: a product of whole rows with one column, and of its sigmoid with them."""
+    home, hidden = local.home_tokens, local.arch.hidden_size
+    moves = _moves(local)
+    kept = Stored(COMBINE, "output of shared experts", home * hidden * local.itemsize)
+    return Operation(
+        name="mlp.shared_gate",
+        saves=(_whole_rows(local) if moves else x, kept),
+        flops=2 * hidden * home,
+        backward_flops=4 * hidden * home,
+        sent=spread,
+        sent_back=collect,
+    )
+
+
+def _combination_peak(local: LocalSizes, experts: Experts, is_again: bool) -> int:
+    """Return the transient bytes of the forward's end: the layer's input, the sum of rows, these, and before a return.
+
+    A forward that is recomputed follows the all-gather of its output's gradient.
+    """
+    again = _tokens_summed(local) * (is_again and (_gathers(local) or local.etensor_ranks > 1))
+    rows = again + rows_combined(local, experts) + _exchanges(local) * local.expert_rows
+    return local.residual + _sum_bytes(local, experts) + rows * local.arch.hidden_size * local.itemsize
+
+
+def rows_combined(local: LocalSizes, experts: Experts) -> int:
+    """Return the rows that this rank adds: those of its experts, or those that return to its tokens."""
+    return local.expert_rows if _gathers(local) else local.gathered_tokens * experts.topk
+
+
+def worst_load(local: LocalSizes, experts: Experts) -> float:
+    """Return the largest load of a rank: each token of its group chooses as many of its experts as it can.
+
+    With a capacity its experts take no more than that of each sequence which the group has tokens of.
+    """
+    ranks, balance = local.mesh.size(local.mode.experts), local.arch.balance
+    num_local = experts.num_experts // ranks
+    worst = ranks * min(experts.topk, num_local) / experts.topk
+    if balance is None or balance.capacity_factor is None:
+        return worst
+    group = {*local.mode.experts, *local.mode.etensor, *local.mode.batch_axes}
+    parts = local.mesh.size(local.mesh.nontrivial(axis for axis in local.mode.home if axis not in group))
+    taken = num_local * capacity_of(balance.capacity_factor, local.arch.seq_length, experts)
+    return min(worst, ranks * parts * taken / (local.arch.seq_length * experts.topk))
+
+
+def expected_load(local: LocalSizes, imbalance: float) -> float:
+    """Return the load of the busiest rank that predictions assume: `imbalance`, or the largest that there can be."""
+    return 1.0 if local.arch.experts is None else min(imbalance, worst_load(local, local.arch.experts))
+
+
+def _gathers(local: LocalSizes) -> bool:
+    """Return whether a rank has the tokens of all ranks of its expert group."""
+    return local.mode.dispatcher == ALLGATHER and local.mesh.size(local.mode.experts) > 1
+
+
+def _exchanges(local: LocalSizes) -> bool:
+    """Return whether rows go to the ranks of their experts and return."""
+    return local.mesh.size(local.mode.experts) > 1 and not _gathers(local)
+
+
+def _tokens_summed(local: LocalSizes) -> int:
+    """Return the tokens whose rows this rank adds: with `allgather` those of all ranks."""
+    return local.gathered_tokens * (local.mesh.size(local.mode.experts) if _gathers(local) else 1)
+
+
+# Indices of a row that the sum of rows reads: its place by token, its token, and where the sum's kernel writes that.
+_SUM_INDICES = 3
+
+
+def _sum_bytes(local: LocalSizes, experts: Experts) -> int:
+    """Return the bytes of the sum of rows, and of the indices of its kernel."""
+    indices = _SUM_INDICES * rows_combined(local, experts) * INDEX
+    return _tokens_summed(local) * local.arch.hidden_size * local.itemsize + indices

@@ -1,0 +1,309 @@
+"""Operations of a layer on one rank, for one microbatch, and those that most parts of a layer have.
+
+Each operation has its GEMMs or its memory-bound kernel, its FLOPs, the storages that it reads and writes, those that
+its backward needs, its collectives in both directions, and what its backward holds for a moment.  A storage has one
+name, so that a view of a kept tensor, such as v in qkv's output, needs no further memory.  Shards are kept, never
+gathered operands (`linear/matmul.py`).  Compare Korthikanti et al. 2022 (arXiv:2205.05198, section 4); docs/memory.md
+has both side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from megatron3d.model.linear_spec import FC1, FC2, KV_UP, Q_UP, linear_size
+from megatron3d.model.local_sizes import LocalMatmul, LocalSizes
+from megatron3d.model.spec import MLA_UP_PROJ, MLP_ACT
+from megatron3d.parallel.matmul_plan import Traffic, ring
+from megatron3d.parallel.mesh import Axes
+
+# Bytes of an index.
+INDEX = 8
+
+
+class Stored(NamedTuple):
+    """Storage of one microbatch on a rank: the module that makes it or needs it, its description, and its bytes."""
+
+    site: str
+    what: str
+    num_bytes: int
+
+
+class Kernel(NamedTuple):
+    """Memory-bound kernel: its kind, a field of `ExecutionProfile`, and the elements of the tensor that it reads."""
+
+    kind: str
+    elements: float
+
+
+class LocalGemm(NamedTuple):
+    """`count` GEMMs of a rank with these sizes, whose weights no axis of a linear shards further."""
+
+    m: float
+    n: float
+    k: float
+    count: int = 1
+
+
+class Scores(NamedTuple):
+    """Attention of a rank: sequences times heads, queries and keys of each, channels of a head.
+
+    Attributes:
+        share: part of the causal half of the scores that windows and documents leave.
+        is_plain: no fused kernel has these scores.
+    """
+
+    batch: int
+    queries: int
+    keys: int
+    channels: int
+    share: float
+    is_plain: bool
+
+
+Calls = tuple[Traffic, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """One operation of a layer.
+
+    Attributes:
+        name: path of its module.
+        saves: storages that its backward needs.
+        once: what forward finds and the recomputation of a whole layer does not find again.
+        module: module that activation recomputation may choose, which this is a part of.
+        result: where it is recomputed with its module, it is not computed again: this is kept instead; None: it is.
+        matmul, has_bias: its linear.
+        gemms: its GEMMs where it is no linear; `is_deferred`: their wgrad may be deferred.
+        flops, backward_flops: of all of its GEMMs.
+        sent, sent_back: collectives of forward and of backward; of a linear they follow from its plan.
+        sent_in_layer, sent_in_module: those of a forward that is recomputed with its layer, or with its module, whose
+            result may be kept; None: as `sent`.
+        hidden, hidden_back: those of both that run next to the operations `behind`, if the profile has `hides_if`.
+        busiest: bytes that the busiest rank sends, in multiples of this rank's.
+        peaks: bytes that backward holds beyond what is kept, by name; `peaks_again`: where its layer is recomputed.
+    """
+
+    name: str
+    reads: Sequence[Stored] = ()
+    writes: Sequence[Stored] = ()
+    saves: Sequence[Stored] = ()
+    once: Sequence[Stored] = ()
+    module: str | None = None
+    result: Sequence[Stored] | None = None
+    kernels: Sequence[Kernel] = ()
+    matmul: LocalMatmul | None = None
+    has_bias: bool = False
+    gemms: Sequence[LocalGemm] = ()
+    is_deferred: bool = False
+    scores: Scores | None = None
+    flops: int = 0
+    backward_flops: int = 0
+    sent: Sequence[Traffic] = ()
+    sent_back: Sequence[Traffic] = ()
+    sent_in_layer: Sequence[Traffic] | None = None
+    sent_in_module: Sequence[Traffic] | None = None
+    hidden: Sequence[Traffic] = ()
+    hidden_back: Sequence[Traffic] = ()
+    behind: Sequence[str] = ()
+    hides_if: str | None = None
+    busiest: float = 1.0
+    peaks: Mapping[str, int] = field(default_factory=dict)
+    peaks_again: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def output(self) -> Stored:
+        """The last storage that it writes."""
+        return self.writes[-1]
+
+    def sent_again(self, modules: Iterable[str]) -> Sequence[Traffic]:
+        """Return the collectives of its recomputation, with one of these modules or, if there are none, its layer."""
+        found = self.sent_in_module if modules else self.sent_in_layer
+        return self.sent if found is None else found
+
+    def is_again(self, modules: Iterable[str]) -> bool:
+        """Return whether backward computes it again where these modules are recomputed."""
+        return self.module in modules and self.result is None
+
+
+def kept_by(operations: Sequence[Operation], modules: Iterable[str] = ()) -> list[tuple[Operation, list[Stored]]]:
+    """Return each operation with the storages that are free once its backward has run, each storage once.
+
+    A module that is recomputed keeps what it reads from outside, and its output where a linear outside saves it; the
+    activation's output is made again for fc2 alone, and autograd keeps what it saves itself.
+    """
+    whole = {MLP_ACT}.intersection(modules)
+    inner = {each for each in modules if each != MLP_ACT}
+    again = [each for each in operations if each.is_again(inner)]
+    made = {stored[:2] for each in again for stored in each.writes}
+    outputs = {each.output[:2] for each in operations if each.module in whole}
+    found: list[tuple[Operation, list[Stored]]] = []
+    seen: set[tuple[str, str]] = set()
+    for each in operations:
+        if each.is_again(inner):
+            saves = [stored for stored in each.reads if stored[:2] not in made]
+        elif each.module in inner:
+            saves = list(each.result or ())
+        elif each.module in whole:
+            saves = [*each.reads, *each.saves]
+        else:
+            saves = [stored for stored in each.saves if stored[:2] not in outputs]
+        new = [stored for stored in saves if stored[:2] not in seen and not seen.add(stored[:2])]  # type: ignore[func-returns-value]
+        found.append((each, new))
+    return found
+
+
+def linear(local: LocalSizes, path: str, x: Stored, num_bytes: int, matmul: LocalMatmul | None = None) -> Operation:
+    """Return a linear with its output of `num_bytes`; it keeps its input."""
+    matmul = matmul or local.matmuls[path]
+    flops = matmul.flops(local.mesh)
+    module = MLA_UP_PROJ if path in (Q_UP, KV_UP) else None
+    return Operation(
+        name=path,
+        reads=(x,),
+        writes=(Stored(path, "output", num_bytes),),
+        saves=(x,),
+        module=module,
+        matmul=matmul,
+        has_bias=linear_size(local.arch, path).has_bias,
+        flops=flops,
+        backward_flops=2 * flops,
+    )
+
+
+# A norm that is not one kernel casts to fp32: input, gradient, their products and sums.
+_NORM_COPIES = 6
+
+
+def norm(
+    local: LocalSizes,
+    site: str,
+    x: Stored,
+    *,
+    rows: int,
+    width: int,
+    axes: Axes = (),
+    module: str | None = None,
+    what: str = "output",
+) -> Operation:
+    """Return a norm of [rows, width] features, whose statistics `axes` reduce."""
+    composed = local.arch.is_rms_norm and not local.kernels.fused_rms_norm
+    saves = list(_statistics(local, site, rows, width, bool(axes)))
+    if not (composed and not axes) or local.itemsize == local.wide:
+        saves.insert(0, x)
+    sent, back = _sums_of_norm(local, rows, axes)
+    peaks = {"norm in fp32": _NORM_COPIES * rows * width * local.wide} if axes or composed else {}
+    return Operation(
+        name=site,
+        reads=(x,),
+        writes=(Stored(site, what, rows * width * local.itemsize),),
+        saves=saves,
+        module=module,
+        kernels=(Kernel("norm", rows * width),),
+        sent=sent,
+        sent_back=back,
+        peaks=peaks,
+    )
+
+
+def stream_norm(local: LocalSizes, site: str, x: Stored) -> Operation:
+    """Return a norm of the residual stream."""
+    axes = local.mesh.nontrivial(local.mode.residual[1])
+    return norm(local, site, x, rows=local.tokens, width=local.hidden, axes=axes)
+
+
+def _statistics(local: LocalSizes, site: str, rows: int, width: int, split: bool) -> Iterator[Stored]:
+    is_layer_norm = not local.arch.is_rms_norm
+    # Where there is no weight, ones, and unless sharded a bias of zeros.
+    if made := (2 - split) * (local.arch.num_norm_tensors == 0) + local.arch.apply_layernorm_1p:
+        yield Stored(site, "weight or bias", made * width * local.itemsize)
+    if split:
+        kept = "mean and scale" if is_layer_norm else "scale"
+        yield Stored(site, kept, (1 + is_layer_norm) * rows * local.wide)
+    elif is_layer_norm:
+        wide = local.itemsize if local.kernels.narrow_statistics else local.wide
+        yield Stored(site, "mean and scale", 2 * rows * wide)
+    else:
+        yield Stored(site, "scale", rows * local.wide)
+        if not local.kernels.fused_rms_norm:
+            copies = (1 if local.itemsize == local.wide else 2) * rows * width
+            yield Stored(site, "input scaled, and widened", copies * local.wide)
+
+
+def _sums_of_norm(local: LocalSizes, rows: int, axes: Axes) -> tuple[Calls, Calls]:
+    """Return the collectives of the statistics of a norm over features that `axes` split, and of their gradients."""
+    if not axes:
+        return (), ()
+    num_bytes, centred = rows * local.wide, not local.arch.is_rms_norm
+    gathered = Traffic("all_gather", axes, 2 * num_bytes * (local.mesh.size(axes) - 1))
+    forward = gathered if centred else ring("all_reduce", axes, num_bytes, local.mesh)
+    return (forward,), (ring("all_reduce", axes, (1 + centred) * num_bytes, local.mesh),)
+
+
+# `ops/dropout.py` hashes indices in int64, in chunks of at most this many elements; two numbers are live per element.
+_HASH_BYTES, HASH_CHUNK = 16, 2**16
+
+
+def hash_bytes(numel: int) -> int:
+    """Return the bytes of the hashes while a dropout mask of `numel` elements is made."""
+    return _HASH_BYTES * min(numel, HASH_CHUNK)
+
+
+def dropout(local: LocalSizes, site: str) -> Iterator[Operation]:
+    """Yield dropout on the residual stream, which keeps its mask, if there is any."""
+    if local.arch.hidden_dropout:
+        numel = local.tokens * local.hidden
+        yield Operation(
+            name=site,
+            saves=(Stored(site, "mask", numel),),
+            kernels=(Kernel("dropout", numel),),
+            peaks={"hash of a dropout mask": hash_bytes(numel)},
+        )
+
+
+def added(local: LocalSizes, site: str) -> Operation:
+    """Return the addition of a module's output to the residual stream."""
+    x = Stored(site, "residual stream", local.residual)
+    return Operation(name=f"{site}.add", writes=(x,), kernels=(Kernel("add", local.tokens * local.hidden),))
+
+
+# What rules of differentiation read: relu's its output, which is the input of fc2 as well, those that are listed their
+# input ("input", or "gate and up") and results on the way, in multiples of the output.
+_ACTIVATIONS: Mapping[str, Sequence[str]] = {
+    "gelu": ("input",),
+    "gelu_tanh": ("input",),
+    "relu": ("output",),
+    "squared_relu": ("relu",),
+    "swiglu": ("input", "gate activated"),
+    "geglu": ("input", "gate activated"),
+    "geglu_tanh": ("input", "gate activated"),
+    "clamped_swiglu": ("input", "gate clamped", "sigmoid", "gate activated", "up clamped, plus 1"),
+}
+
+
+def activation(local: LocalSizes, site: str, x: Stored, numel: int) -> Operation:
+    """Return the activation between two linears, with `numel` elements of output."""
+    unit = numel * local.itemsize
+    y = Stored(site, "output", unit)
+    known = {"input": x, "output": y}
+    return Operation(
+        name=site,
+        reads=(x,),
+        writes=(y,),
+        saves=[known.get(what, Stored(site, what, unit)) for what in _ACTIVATIONS[local.arch.activation]],
+        module=MLP_ACT,
+        kernels=(Kernel("activation", numel * (1.5 if local.is_gated else 1)),),
+    )
+
+
+def mlp_operations(local: LocalSizes, x: Stored, fc1: str = FC1, fc2: str = FC2) -> list[Operation]:
+    """Return the operations of an MLP on x."""
+    parts = 2 if local.is_gated else 1
+    first = linear(local, fc1, x, parts * local.inner(local.ffn))
+    site = fc1.removesuffix("fc1") + "activation"
+    between = activation(local, site, first.output, local.inner_tokens * local.ffn)
+    peak = {f"backward of {site}": local.inner((1 + parts) * local.ffn) + local.residual}
+    return [first, replace(between, peaks=peak), linear(local, fc2, between.output, local.residual)]

@@ -1,0 +1,129 @@
+"""A layer, and what stands before and behind the layers, as lists of operations in forward order.
+
+    input_norm | attention ... proj | dropout, add | post_attention_norm | fc1 | activation | fc2 | dropout, add
+
+All that is predicted of a layer is a sum over its list.  Whoever adds an option to a layer adds its operation here, or
+to those of attention or of experts; nothing in `forecast/` names a feature of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megatron3d.model.attention_operations import attention_operations
+from megatron3d.model.expert_operations import expert_operations
+from megatron3d.model.linear_spec import MTP_LINEARS
+from megatron3d.model.local_sizes import LocalSizes
+from megatron3d.model.operation import (
+    INDEX,
+    Kernel,
+    Operation,
+    Stored,
+    added,
+    dropout,
+    linear,
+    mlp_operations,
+    stream_norm,
+)
+from megatron3d.model.spec import rotaries
+from megatron3d.ops.plan import relayout_traffic
+from megatron3d.parallel.matmul_plan import flows
+
+OPERATIONS = "operations"
+
+
+def layer_operations(local: LocalSizes) -> Sequence[Operation]:
+    """Return the operations of the layer `local.layer`, which are listed once."""
+    if OPERATIONS not in local.listed:
+        local.listed[OPERATIONS] = _layer(local)
+    found: Sequence[Operation] = local.listed[OPERATIONS]
+    return found
+
+
+def _layer(local: LocalSizes) -> list[Operation]:
+    sites, found = local.arch.norm_sites, list[Operation]()
+    stream = Stored("layer", "input", local.residual)
+
+    def normed(site: str, x: Stored) -> Stored:
+        if site not in sites:
+            return x
+        found.append(stream_norm(local, site, x))
+        return found[-1].output
+
+    def ends(site: str, norm: str) -> Stored:
+        """Append the end of attention or MLP, and return the residual stream behind it."""
+        normed(norm, found[-1].output if found[-1].writes else Stored(norm, "input", local.residual))
+        found.extend(dropout(local, f"{site}_dropout"))
+        found.append(added(local, site))
+        return found[-1].output
+
+    found.extend(attention_operations(local, normed("input_norm", stream)))
+    behind = ends("attention", "attention_output_norm")
+    x = normed("post_attention_norm", stream if local.arch.use_parallel_residual else behind)
+    found.extend(mlp_operations(local, x) if local.experts is None else expert_operations(local, local.experts, x))
+    ends("mlp", "mlp_output_norm")
+    return found
+
+
+def embedding_operations(local: LocalSizes) -> list[Operation]:
+    """Return the embedding, which keeps the indices of its rows, and its dropout."""
+    arch, plan = local.arch, local.mode.embed
+    sent = flows(plan, local.mesh, local.num_tokens, arch.hidden_size, arch.padded_vocab_size, local.itemsize)
+    live = plan.on(local.mesh)
+    saves = [Stored("embedding", "rows", local.part(local.num_tokens, live.m) * (INDEX + 1 if live.k else INDEX))]
+    # Positions that restart are a view of a kept tensor.
+    if arch.position_embedding_type == "learned_absolute" and not local.resets_positions:
+        saves.append(Stored("embedding", "positions", local.tokens * INDEX))
+    table = Operation(
+        name="embedding",
+        saves=saves,
+        sent=(*sent.gather_w, *sent.reduce_y),
+        sent_back=(*sent.gather_dy, *sent.reduce_dw),
+    )
+    return [table, *dropout(local, "embedding_dropout")]
+
+
+def head_operations(local: LocalSizes) -> list[Operation]:
+    """Return the final norm and the LM head, whose forward computes its dgrad and keeps it; `forecast/` has its GEMMs,
+    which take chunks of tokens."""
+    normed = stream_norm(local, "final_norm", Stored("final_norm", "input", local.residual))
+    return [normed, Operation(name="head", saves=(Stored("head", "gradient of its input", local.residual),))]
+
+
+def ahead_operations(local: LocalSizes) -> list[Operation]:
+    """Return a module of multi-token prediction without its embedding, its layer and its LM head.
+
+    They are two norms, two linears and their sum, and the change to the layout of the residual stream.
+    """
+    mode, num_bytes = local.mode, local.num_tokens * local.arch.hidden_size * local.itemsize
+    found: list[Operation] = []
+    for site, path in zip(("hidden_norm", "embedding_norm"), MTP_LINEARS, strict=True):
+        normed = stream_norm(local, site, Stored(site, "input", local.residual))
+        found += [normed, linear(local, path, normed.output, local.residual, local.mtp_matmuls[path])]
+    summed = replace(added(local, "mtp"), kernels=(Kernel("add", local.tokens * local.hidden),))
+    relayout = Operation(
+        name="mtp.relayout",
+        sent=relayout_traffic(mode.inner, mode.residual, local.mesh, num_bytes),
+        sent_back=relayout_traffic(mode.residual, mode.inner, local.mesh, num_bytes),
+    )
+    return [*found, summed, relayout]
+
+
+def rotary_tables(local: LocalSizes) -> list[Stored]:
+    """Return cos and sin of the rotary embedding, which all layers of a rank share."""
+    copies = (("cos and sin", local.arch.seq_length), ("those of this rank", local.positions))
+    return [
+        Stored("rotary", what, 2 * length * rotary.num_channels * local.wide)
+        for rotary in rotaries(local.arch)
+        for what, length in copies[: 2 if local.mode.context else 1]
+    ]
+
+
+def document_tables(local: LocalSizes) -> list[Stored]:
+    """Return what all layers of a stage share for a packed microbatch: rotary tables of positions in documents."""
+    tokens = local.sequences_read * local.positions
+    return [
+        Stored("documents", "cos and sin", 2 * tokens * rotary.num_channels * local.wide)
+        for rotary in (rotaries(local.arch) if local.resets_positions else ())
+    ]
