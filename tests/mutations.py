@@ -107,8 +107,8 @@ MUTATIONS = [
     Mutation(
         "torch recomputes a layer as a whole in predictions",
         "forecast/time/layer.py",
-        "GEMMS: -times[FC2].gemm_s",
-        "GEMMS: 0.0 * times[FC2].gemm_s",
+        "GEMMS: -linears.times[last].gemm_s",
+        "GEMMS: 0.0 * linears.times[last].gemm_s",
         ("tests/unit/forecast/time/test_recomputation.py",),
     ),
     Mutation(
@@ -248,16 +248,16 @@ MUTATIONS = [
     ),
     Mutation(
         "predictions keep what is projected up again",
-        "forecast/memory/activations.py",
-        "if not local.recompute.recomputes(MLA_UP_PROJ):",
-        "if local.recompute.modules:",
+        "model/operation.py",
+        "module = MLA_UP_PROJ if path in (Q_UP, KV_UP) else None",
+        "module = None",
         ("tests/unit/forecast/memory/test_activations.py", "-k", "latent"),
     ),
     Mutation(
         "predictions project latents up once",
-        "forecast/time/layer.py",
-        "((Q_UP, KV_UP) if is_recomputed else ())",
-        "((KV_UP,) if is_recomputed else ())",
+        "model/operation.py",
+        "path in (Q_UP, KV_UP)",
+        "path in (KV_UP,)",
         ("tests/integration/test_dry_run.py", "-k", "latent_attention"),
     ),
     Mutation(
@@ -322,9 +322,9 @@ MUTATIONS = [
     ),
     Mutation(
         "shared experts hide tokens twice as long as their GEMMs take",
-        "forecast/time/experts.py",
-        "_between(local, experts, machine, shared_s, backward=False)",
-        "_between(local, experts, machine, 2 * shared_s, backward=False)",
+        "forecast/time/layer.py",
+        "*others.all(False)",
+        "*others.all(False, 2)",
         ("tests/unit/forecast/time/test_expert_layer.py",),
     ),
     Mutation(
@@ -989,7 +989,7 @@ MUTATIONS = [
     ),
     Mutation(
         "gradients of keys that are on their way round a ring are not counted",
-        "forecast/memory/transient_peaks.py",
+        "model/attention_operations.py",
         "2 * bool(place)",
         "0",
         EXCHANGE_PEAKS,

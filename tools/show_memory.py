@@ -4,7 +4,7 @@ The Markdown table has bytes per rank over s b h (sequence length, sequences, hi
 
 python tools/show_memory.py --hidden-size 12288 --num-attention-heads 128 --seq-length 2048 --num-ranks 1 8 64
 
-The numbers are closed forms (megatron3d/forecast/memory/activations.py); tests compare them with real steps.
+The numbers are sums over a layer's operations (megatron3d/model/operations.py); tests compare them with real steps.
 """
 
 from __future__ import annotations

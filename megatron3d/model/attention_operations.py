@@ -33,7 +33,7 @@ from megatron3d.attention.context.plan import (
 from megatron3d.attention.plan import DROPOUT_PIECE, DROPOUT_ROWS, LONGEST, Kind, Pair, cut, latent_traffic
 from megatron3d.model.linear_spec import DOWN, KV_UP, PROJ, Q_UP, QKV
 from megatron3d.model.local_sizes import LocalSizes
-from megatron3d.model.operation import INDEX, Kernel, Operation, Scores, Stored, hash_bytes, linear, norm
+from megatron3d.model.operation import INDEX, MemoryKernel, Operation, Scores, Stored, hash_bytes, linear, norm
 from megatron3d.model.spec import CORE_ATTN
 from megatron3d.parallel.matmul_plan import Traffic
 
@@ -81,7 +81,7 @@ def _from_qkv(local: LocalSizes, x: Stored) -> tuple[list[Operation], Heads]:
     if rotary := local.attention.rotary:
         for name in ("q", "k"):
             rotated = Stored(CORE, f"{name} rotated", local.inner(counts[name] * width))
-            kernel = Kernel("rotary", rows * counts[name] * rotary.num_channels)
+            kernel = MemoryKernel("rotary", rows * counts[name] * rotary.num_channels)
             passes(_between(f"{name}_rotary", heads[name], rotated, kernels=(kernel,)), name)
     for name in ("k", "v") if not local.heads.are_even else ():
         each = Stored(CORE, f"{name} for each head", local.inner(local.num_queries * width))
@@ -143,7 +143,7 @@ def _from_latents(local: LocalSizes, x: Stored) -> tuple[list[Operation], Heads]
         reads=(up[Q_UP].output, up[KV_UP].output, positions),
         writes=made,
         module=CORE_ATTN,
-        kernels=[Kernel("rotary", share * counts[name]) for name in ("q", "k") if share],
+        kernels=[MemoryKernel("rotary", share * counts[name]) for name in ("q", "k") if share],
     )
     return [*found, joined], heads
 
@@ -151,7 +151,7 @@ def _from_latents(local: LocalSizes, x: Stored) -> tuple[list[Operation], Heads]
 def _layout(local: LocalSizes) -> Operation:
     """Return the copies that split, transpose and join q, k, v and the output."""
     features = (2 * local.num_queries + 2 * local.num_groups) * local.arch.kv_channels
-    return Operation(name="attention.layout", kernels=(Kernel("layout", local.inner_tokens * features),))
+    return Operation(name="attention.layout", kernels=(MemoryKernel("layout", local.inner_tokens * features),))
 
 
 def _exchange(local: LocalSizes, heads: Heads) -> Iterator[Operation]:
@@ -265,7 +265,7 @@ def _gate(local: LocalSizes, qkv: Stored, attended: Stored) -> Operation:
         writes=(Stored(PROJ, "input", local.inner(width)),),
         saves=(qkv, attended, Stored(CORE, "sigmoid of the gate", local.inner(width))),
         module=CORE_ATTN,
-        kernels=(Kernel("activation", 1.5 * local.inner_tokens * width),),
+        kernels=(MemoryKernel("activation", 1.5 * local.inner_tokens * width),),
     )
 
 

@@ -23,7 +23,8 @@ from megatron3d.experts.plan import (
 )
 from megatron3d.model.linear_spec import SHARED_FC1, SHARED_FC2
 from megatron3d.model.local_sizes import LocalSizes
-from megatron3d.model.operation import INDEX, Kernel, LocalGemm, Operation, Stored, mlp_operations
+from megatron3d.model.operation import INDEX, LocalGemm, MemoryKernel, Operation, Stored, mlp_operations
+from megatron3d.model.spec import MLP_ACT
 from megatron3d.parallel.matmul_plan import Traffic, ring
 from megatron3d.parallel.mesh import Axes
 from megatron3d.parallel.modes.mode import ALLGATHER
@@ -60,7 +61,7 @@ def expert_operations(local: LocalSizes, experts: Experts, x: Stored) -> list[Op
         writes=(Stored(EXPERT_FC2, "input", rows * ffn * size),),
         saves=(fc1.output, Stored(ACTIVATION, "weights of rows", rows * local.wide)),
         module=MLP_ACT,
-        kernels=(Kernel("activation", rows * ffn * (1.5 if local.is_gated else 1)),),
+        kernels=(MemoryKernel("activation", rows * ffn * (1.5 if local.is_gated else 1)),),
         peaks=_gradients(local, ACTIVATION, (5 if local.is_gated else 3) * rows * ffn),
     )
     fc2 = Operation(
@@ -119,7 +120,7 @@ def _router(local: LocalSizes, experts: Experts, x: Stored) -> Operation:
         sizes = slots * INDEX, slots * local.wide, home * INDEX
         once += [ring("all_gather", axes, ranks.size(axes) * each, local.mesh) for each in sizes]
     # Rows are copied to the order of experts, weighted between the linears, and added.
-    kernels = (Kernel("rows", local.expert_rows * hidden),)
+    kernels = (MemoryKernel("rows", local.expert_rows * hidden),)
     return Operation(
         name=ROUTER,
         saves=(_whole_rows(local) if _moves(local) else x, *_choice(local, experts)),

@@ -31,7 +31,7 @@ class Stored(NamedTuple):
     num_bytes: int
 
 
-class Kernel(NamedTuple):
+class MemoryKernel(NamedTuple):
     """Memory-bound kernel: its kind, a field of `ExecutionProfile`, and the elements of the tensor that it reads."""
 
     kind: str
@@ -75,7 +75,7 @@ class Operation:
         saves: storages that its backward needs.
         once: what forward finds and the recomputation of a whole layer does not find again.
         module: module that activation recomputation may choose, which this is a part of.
-        result: where it is recomputed with its module, it is not computed again: this is kept instead; None: it is.
+        result: what is kept where its module is recomputed, which leaves it out; None: it is recomputed as well.
         matmul, has_bias: its linear.
         gemms: its GEMMs where it is no linear; `is_deferred`: their wgrad may be deferred.
         flops, backward_flops: of all of its GEMMs.
@@ -94,7 +94,7 @@ class Operation:
     once: Sequence[Stored] = ()
     module: str | None = None
     result: Sequence[Stored] | None = None
-    kernels: Sequence[Kernel] = ()
+    kernels: Sequence[MemoryKernel] = ()
     matmul: LocalMatmul | None = None
     has_bias: bool = False
     gemms: Sequence[LocalGemm] = ()
@@ -125,7 +125,7 @@ class Operation:
         return self.sent if found is None else found
 
     def is_again(self, modules: Iterable[str]) -> bool:
-        """Return whether backward computes it again where these modules are recomputed."""
+        """Return whether it is recomputed where these modules are."""
         return self.module in modules and self.result is None
 
 
@@ -202,7 +202,7 @@ def norm(
         writes=(Stored(site, what, rows * width * local.itemsize),),
         saves=saves,
         module=module,
-        kernels=(Kernel("norm", rows * width),),
+        kernels=(MemoryKernel("norm", rows * width),),
         sent=sent,
         sent_back=back,
         peaks=peaks,
@@ -259,7 +259,7 @@ def dropout(local: LocalSizes, site: str) -> Iterator[Operation]:
         yield Operation(
             name=site,
             saves=(Stored(site, "mask", numel),),
-            kernels=(Kernel("dropout", numel),),
+            kernels=(MemoryKernel("dropout", numel),),
             peaks={"hash of a dropout mask": hash_bytes(numel)},
         )
 
@@ -267,7 +267,7 @@ def dropout(local: LocalSizes, site: str) -> Iterator[Operation]:
 def added(local: LocalSizes, site: str) -> Operation:
     """Return the addition of a module's output to the residual stream."""
     x = Stored(site, "residual stream", local.residual)
-    return Operation(name=f"{site}.add", writes=(x,), kernels=(Kernel("add", local.tokens * local.hidden),))
+    return Operation(name=f"{site}.add", writes=(x,), kernels=(MemoryKernel("add", local.tokens * local.hidden),))
 
 
 # What rules of differentiation read: relu's its output, which is the input of fc2 as well, those that are listed their
@@ -295,7 +295,7 @@ def activation(local: LocalSizes, site: str, x: Stored, numel: int) -> Operation
         writes=(y,),
         saves=[known.get(what, Stored(site, what, unit)) for what in _ACTIVATIONS[local.arch.activation]],
         module=MLP_ACT,
-        kernels=(Kernel("activation", numel * (1.5 if local.is_gated else 1)),),
+        kernels=(MemoryKernel("activation", numel * (1.5 if local.is_gated else 1)),),
     )
 
 

@@ -17,7 +17,7 @@ from megatron3d.model.linear_spec import MTP_LINEARS
 from megatron3d.model.local_sizes import LocalSizes
 from megatron3d.model.operation import (
     INDEX,
-    Kernel,
+    MemoryKernel,
     Operation,
     Stored,
     added,
@@ -101,7 +101,7 @@ def ahead_operations(local: LocalSizes) -> list[Operation]:
     for site, path in zip(("hidden_norm", "embedding_norm"), MTP_LINEARS, strict=True):
         normed = stream_norm(local, site, Stored(site, "input", local.residual))
         found += [normed, linear(local, path, normed.output, local.residual, local.mtp_matmuls[path])]
-    summed = replace(added(local, "mtp"), kernels=(Kernel("add", local.tokens * local.hidden),))
+    summed = replace(added(local, "mtp"), kernels=(MemoryKernel("add", local.tokens * local.hidden),))
     relayout = Operation(
         name="mtp.relayout",
         sent=relayout_traffic(mode.inner, mode.residual, local.mesh, num_bytes),

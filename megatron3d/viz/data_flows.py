@@ -57,6 +57,7 @@ FLOWS: Mapping[str, tuple[Step, ...]] = {
         Step("forecast/search/bounds.py", "lower bounds", "LayoutGroup"),
         Step("forecast/search/search.py", "fastest first", "RunSpec"),
         Step("forecast/time/step.py", "time of a step", "TimePrediction"),
+        Step("model/operations.py", "what a layer does", "Operation"),
         Step("forecast/time/layer.py", "time of a layer", "LayerTimes"),
         Step("forecast/memory/rank.py", "memory of a rank", "RankMemory"),
         Step("forecast/search/report.py", "rows of the table", "text"),

@@ -375,7 +375,7 @@ def _whole_again(linears: Linears, others: OtherTimes, forward: TimeBreakdown) -
 
 
 def _modules_again(linears: Linears, others: OtherTimes) -> Iterator[TimeBreakdown]:
-    """Yield the times of modules that backward computes again; nothing overlaps with their collectives."""
+    """Yield the times of modules that are recomputed on their own; nothing overlaps with their collectives."""
     local, modules = linears.local, modules_of(linears.local)
     for each in others.operations if modules else ():
         if each.is_again(modules):

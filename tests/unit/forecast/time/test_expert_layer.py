@@ -8,13 +8,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from megatron3d.forecast.time.experts import times_of_layer
 
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.forecast.memory.step_spec import make_step_spec
 from megatron3d.forecast.time.breakdown import SLOWDOWN, TimeBreakdown, is_exposed
-from megatron3d.forecast.time.layer import LayerTimes, Machine
+from megatron3d.forecast.time.layer import LayerTimes, Machine, layer_times
 from megatron3d.forecast.time.step import load_machine
 from megatron3d.model.local_sizes import LocalSizes
 from megatron3d.parallel.matmul_plan import Traffic
@@ -39,7 +38,7 @@ def a_layer(dispatcher: str, shared: int, is_full: bool = False) -> tuple[LocalS
 def waits(local: LocalSizes, machine: Machine, overlaps: bool) -> LayerTimes:
     """Return the times of a layer of a framework that overlaps tokens with shared experts, or does not."""
     profile = replace(machine.profile, overlaps_shared_experts=overlaps)
-    return times_of_layer(local, replace(machine, profile=profile))
+    return layer_times(local, replace(machine, profile=profile))
 
 
 def exposed(times: TimeBreakdown) -> float:

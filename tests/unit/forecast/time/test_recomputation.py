@@ -9,7 +9,7 @@ import pytest
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.forecast.time.breakdown import GEMMS
-from megatron3d.forecast.time.layer import LinearTime, layer_times
+from megatron3d.forecast.time.layer import layer_times
 from megatron3d.forecast.time.practices import AXONN, MEGATRON_2021, OURS, PYTORCH_FSDP, ExecutionProfile
 from megatron3d.forecast.time.step import load_machine, simulated_step
 from megatron3d.model.linear_spec import FC2
@@ -27,7 +27,7 @@ def test_recomputation_ends_where_the_framework_ends_it(profile: ExecutionProfil
     step = simulated_step(RunSpec(config, 1), load_machine("eos", "bf16", 1, profile))
     kept = layer_times(replace(step.local, recompute=NO_RECOMPUTE), step.machine)
     again = layer_times(step.local, step.machine)
-    last = LinearTime.of(step.local.matmuls[FC2], step.local, step.machine).gemm_s
+    last = step.machine.device.gemm_s(*step.local.matmuls[FC2].multiplied(step.local.mesh))
     added = again.backward.total - kept.backward.total
     assert added == pytest.approx(kept.forward.total - stops * last)
     assert again.backward[GEMMS] > kept.backward[GEMMS] and 0 < last < kept.forward.total / 2
