@@ -67,8 +67,8 @@ def _from_qkv(local: LocalSizes, x: Stored) -> tuple[list[Operation], Heads]:
 
     if arch.qk_layernorm and arch.qk_layernorm_scope != "head":
         for name, features in (("q", local.num_queries * width), ("k", local.keys_width)):
-            sizes = {"rows": rows, "width": features, "axes": local.heads.axes}
-            passes(_head_norm(local, name, heads[name], **sizes), name)
+            axes = local.heads.axes
+            passes(_head_norm(local, name, heads[name], rows=rows, width=features, axes=axes), name)
     if axes := local.heads.gather_axes:
         for name in ("k", "v"):
             sent, ranks = local.inner(local.keys_width) * (local.mesh.size(axes) - 1), local.mesh.size(axes)

@@ -9,7 +9,7 @@ has both side by side.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -39,12 +39,12 @@ class MemoryKernel(NamedTuple):
 
 
 class LocalGemm(NamedTuple):
-    """`count` GEMMs of a rank with these sizes, whose weights no axis of a linear shards further."""
+    """GEMMs of a rank with these sizes, as many as `batch`, that are no linear."""
 
     m: float
     n: float
     k: float
-    count: int = 1
+    batch: int = 1
 
 
 class Scores(NamedTuple):
@@ -119,17 +119,17 @@ class Operation:
         """The last storage that it writes."""
         return self.writes[-1]
 
-    def sent_again(self, modules: Iterable[str]) -> Sequence[Traffic]:
+    def sent_again(self, modules: Collection[object]) -> Sequence[Traffic]:
         """Return the collectives of its recomputation, with one of these modules or, if there are none, its layer."""
         found = self.sent_in_module if modules else self.sent_in_layer
         return self.sent if found is None else found
 
-    def is_again(self, modules: Iterable[str]) -> bool:
+    def is_again(self, modules: Collection[object]) -> bool:
         """Return whether it is recomputed where these modules are."""
         return self.module in modules and self.result is None
 
 
-def kept_by(operations: Sequence[Operation], modules: Iterable[str] = ()) -> list[tuple[Operation, list[Stored]]]:
+def kept_by(operations: Sequence[Operation], modules: Collection[object] = ()) -> list[tuple[Operation, list[Stored]]]:
     """Return each operation with the storages that are free once its backward has run, each storage once.
 
     A module that is recomputed keeps what it reads from outside, and its output where a linear outside saves it; the
@@ -151,8 +151,9 @@ def kept_by(operations: Sequence[Operation], modules: Iterable[str] = ()) -> lis
             saves = [*each.reads, *each.saves]
         else:
             saves = [stored for stored in each.saves if stored[:2] not in outputs]
-        new = [stored for stored in saves if stored[:2] not in seen and not seen.add(stored[:2])]  # type: ignore[func-returns-value]
-        found.append((each, new))
+        new = {stored[:2]: stored for stored in saves if stored[:2] not in seen}
+        seen |= new.keys()
+        found.append((each, [*new.values()]))
     return found
 
 

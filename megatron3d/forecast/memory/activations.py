@@ -6,7 +6,7 @@ A module that is recomputed keeps what it reads (`kept_by`), a run of recomputed
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from megatron3d.model.local_sizes import LocalMatmul, LocalSizes
 from megatron3d.model.operation import Operation, Stored, kept_by
@@ -30,7 +30,7 @@ def modules_of(local: LocalSizes) -> frozenset[str]:
     return local.recompute.modules if local.recompute.granularity == "selective" else frozenset()
 
 
-def _kept(operations: Sequence[Operation], modules: Iterable[str] = ()) -> tuple[Stored, ...]:
+def _kept(operations: Sequence[Operation], modules: Collection[object] = ()) -> tuple[Stored, ...]:
     return tuple(stored for _, each in kept_by(operations, modules) for stored in each)
 
 
@@ -91,7 +91,7 @@ def deferred_wgrad_activations(local: LocalSizes) -> int:
     """Return the bytes that a layer keeps from dgrad to its deferred wgrad: X and dY of each GEMM."""
     found, size = linear_operands(local.matmuls, local), local.itemsize
     grouped = [gemm for each in layer_operations(local) for gemm in each.gemms if each.is_deferred]
-    return found + round(sum(gemm.count * gemm.m * (gemm.n + gemm.k) for gemm in grouped)) * size
+    return found + round(sum(gemm.batch * gemm.m * (gemm.n + gemm.k) for gemm in grouped)) * size
 
 
 def linear_operands(matmuls: Mapping[str, LocalMatmul], local: LocalSizes) -> int:

@@ -325,7 +325,7 @@ class OtherTimes:
         machine, found = self.linears.machine, list[TimeBreakdown]()
         for gemm in operation.gemms:
             seconds = machine.device.gemm_s(*gemm)
-            summed = machine.accumulation_s(gemm.count * gemm.n * gemm.k, seconds)
+            summed = machine.accumulation_s(gemm.batch * gemm.n * gemm.k, seconds)
             found.append(TimeBreakdown({GEMMS: seconds, MEMORY: summed}))
         return combine(found)
 

@@ -8,7 +8,7 @@ A dry run of the step is compared with it, call by call and byte by byte.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron3d.forecast.memory.activations import modules_of, num_ahead
@@ -216,5 +216,5 @@ def local_layer_flops(local: LocalSizes, again: bool) -> int:
     return _flops(layer_operations(local), modules_of(local), again)
 
 
-def _flops(operations: Iterable[Operation], modules: Iterable[str], again: bool) -> int:
+def _flops(operations: Iterable[Operation], modules: Collection[object], again: bool) -> int:
     return sum((1 + (again or each.is_again(modules))) * each.flops + each.backward_flops for each in operations)
