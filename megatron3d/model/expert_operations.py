@@ -195,7 +195,7 @@ class _Exchange:
             sent_back=back,
             sent_in_layer=again,
             hidden=sent[-1:] if is_inner else (),
-            hidden_back=back[:1] if is_inner else (),
+            hidden_back=(back[:1] if self.gathers else back[-1:]) if is_inner else (),
             behind=(SHARED_FC1, SHARED_FC2) if is_inner else (),
             hides_if="overlaps_shared_experts",
             busiest=self._busiest,
