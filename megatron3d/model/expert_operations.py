@@ -146,13 +146,9 @@ def _whole_rows(local: LocalSizes) -> Stored:
 def _choice(local: LocalSizes, experts: Experts) -> Iterator[Stored]:
     """Yield the choice of experts, the order of rows, and what the losses of the router keep."""
     balance, scores = local.arch.balance, local.home_tokens * experts.num_experts * local.wide
-    slots, ranks = local.gathered_tokens * experts.topk, local.mesh.size(local.mode.experts)
+    slots = local.gathered_tokens * experts.topk
     yield Stored(ROUTER, "choice", slots * INDEX)
-    if _gathers(local):
-        yield Stored(ROUTER, "order of rows", local.expert_rows * INDEX)
-    else:
-        reordered = ranks > 1 and experts.num_experts > ranks
-        yield Stored(ROUTER, "order of rows", slots * INDEX + 2 * reordered * local.expert_rows * INDEX)
+    yield _order(local, experts)
     yield Stored(ROUTER, "weights", slots * local.wide)
     if experts.score_function != "softmax" or experts.pre_softmax:
         yield Stored(ROUTER, "scores", scores)
@@ -160,6 +156,15 @@ def _choice(local: LocalSizes, experts: Experts) -> Iterator[Stored]:
         yield Stored(ROUTER, "scores of the balance loss", (3 if SEQUENCE in balance.losses else 2) * scores)
     if balance is not None and balance.z_coeff:
         yield Stored(ROUTER, "logits", scores)
+
+
+def _order(local: LocalSizes, experts: Experts) -> Stored:
+    """Return the order of rows, by which they are dispatched and added."""
+    ranks = local.mesh.size(local.mode.experts)
+    if _gathers(local):
+        return Stored(ROUTER, "order of rows", local.expert_rows * INDEX)
+    reordered = 2 * local.expert_rows * (ranks > 1 and experts.num_experts > ranks)
+    return Stored(ROUTER, "order of rows", (local.gathered_tokens * experts.topk + reordered) * INDEX)
 
 
 @dataclass(frozen=True)
@@ -229,13 +234,14 @@ def _gather(local: LocalSizes, experts: Experts) -> _Exchange:
 
 
 def _combine(local: LocalSizes, experts: Experts) -> Operation:
-    """Return the sum of each token's outputs, which keeps no rows: their weights come before fc2."""
+    """Return the sum of each token's outputs, which keeps the order of rows alone: their weights come before fc2."""
     hidden, ranks = local.arch.hidden_size, local.mesh.size(local.mode.experts)
     combined = rows_combined(local, experts) * hidden
     gathered = local.gathered_tokens * hidden * (ranks if _gathers(local) else local.etensor_ranks > 1)
     grads = gathered + (1 + _exchanges(local)) * max(local.expert_rows * hidden, combined)
     return Operation(
         name=COMBINE,
+        saves=(_order(local, experts),),
         peaks=_gradients(local, COMBINE, grads) | {"sum of experts' outputs": _combination_peak(local, experts, False)},
         peaks_again={"sum of experts' outputs": _combination_peak(local, experts, True)},
     )
