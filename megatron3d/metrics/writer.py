@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import os
+import platform
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,7 +21,7 @@ from megatron3d.metrics.step_record import StepRecord, evaluation_line, mtp_rows
 from megatron3d.runtime.files import write_text
 
 if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+    from tensorboard.compat.proto.event_pb2 import Event
 
 WANDB_ID = Path("wandb", "run_id.txt")
 
@@ -38,6 +42,45 @@ class Sink(Protocol):
         """Finish writing."""
 
 
+class _EventFile:
+    """One file of tensorboard's events, which hides those of older files from the step `purge_step` on.
+
+    Events are written where they are logged: a thread, as tensorboard's own writer has, prints a traceback for a full
+    disk.
+    """
+
+    def __init__(self, folder: Path, purge_step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{time.time():.6f}.{platform.node()}.{os.getpid()}"  # read in the order of names
+        self._file = (folder / name).open("wb", buffering=0)
+        start = Event(step=purge_step, session_log=SessionLog(status=SessionLog.START))
+        try:
+            self.add([Event(step=purge_step, file_version="brain.Event:2"), start])
+        except OSError:
+            self.close()
+            raise
+
+    def add(self, events: Iterable[Event]) -> None:
+        """Write events; raises OSError where not all of them can be."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        content = io.BytesIO()
+        records = RecordWriter(content)
+        for event in events:
+            timed = Event(wall_time=time.time())
+            timed.MergeFrom(event)
+            records.write(timed.SerializeToString())
+        if self._file.write(content.getbuffer()) < content.tell():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
 class TensorboardSink:
     """Tensorboard event files; a launch or rollback hides the steps after the iteration that it continues from.
 
@@ -51,53 +94,50 @@ class TensorboardSink:
         self._folder = folder
         self._next_try_s, self._is_told = 0.0, False
         try:
-            self._writer: SummaryWriter | None = self._open(start_iteration)
+            self._events: _EventFile | None = _EventFile(folder, start_iteration + 1)
         except OSError as error:
             raise UserError(f"logging.tensorboard_dir={folder}: cannot be written: {error.strerror}") from error
 
-    def _open(self, iteration: int) -> SummaryWriter:
-        from torch.utils.tensorboard import SummaryWriter
-
-        return SummaryWriter(str(self._folder), purge_step=iteration + 1)
-
-    def _write(self, iteration: int, write: Callable[[SummaryWriter], object]) -> None:
+    def _write(self, iteration: int, events: Sequence[Event]) -> None:
         """Write what belongs to an iteration, to a new file where the last one was lost, which is said once."""
-        if self._writer is None and time.monotonic() < self._next_try_s:
+        if self._events is None and time.monotonic() < self._next_try_s:
             return
         try:
-            self._writer = self._writer or self._open(iteration - 1)
-            write(self._writer)
+            self._events = self._events or _EventFile(self._folder, iteration)
+            self._events.add(events)
         except OSError as error:
             if not self._is_told:
                 reason = f"{error.strerror}; its rows are lost, those of metrics.jsonl are not"
                 print(f"> WARNING: {self._folder} cannot be written: {reason}", flush=True)
-            self._writer, self._next_try_s, self._is_told = None, time.monotonic() + self.RETRY_S, True
+            self.close()
+            self._next_try_s, self._is_told = time.monotonic() + self.RETRY_S, True
 
     def describe(self, start: Mapping[str, Any]) -> None:
         """Record the metadata of a launch."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from torch.utils.tensorboard.summary import text
+
         lines = json.dumps(start, indent=1).splitlines()
-        text = "\n".join(f"    {line}" for line in lines)
-        self._write(start["iteration"], lambda writer: writer.add_text("start", text, start["iteration"]))
+        summary = text("start", "\n".join(f"    {line}" for line in lines))
+        self._write(start["iteration"], [Event(step=start["iteration"], summary=summary)])
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Record the values of a step."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from torch.utils.tensorboard.summary import scalar
 
-        def write(writer: SummaryWriter) -> None:
-            for name, value in values.items():
-                writer.add_scalar(name, value, step)
-
-        self._write(step, write)
+        self._write(step, [Event(step=step, summary=scalar(name, value)) for name, value in values.items()])
 
     def go_back(self, iteration: int) -> None:
         """Open another file, which hides the steps after the iteration."""
         self.close()
-        self._write(iteration + 1, lambda writer: writer.flush())
+        self._write(iteration + 1, [])
 
     def close(self) -> None:
         """Finish writing."""
-        if self._writer is not None:
-            self._write(0, lambda writer: writer.close())
-            self._writer = None
+        if self._events is not None:
+            self._events.close()
+            self._events = None
 
 
 class WandbSink:
