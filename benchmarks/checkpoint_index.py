@@ -1,7 +1,8 @@
 """Index of a checkpoint of 135,000 boxes (DeepSeek-V3's): seconds to load it on all ranks, and to make it on rank 0.
 
-Ranks are processes over gloo.  `store` is what passes through the rendezvous store of rank 0, `collectives` what a rank
-sends in collectives of tensors.
+Ranks are processes over gloo.  The baseline sends the whole index through the rendezvous store, a server on rank 0, and
+has every rank parse it where it needs it.  `store_MB` is what this server receives and sends, `collectives_MB` what
+rank 0 sends in collectives of tensors.
 """
 
 from __future__ import annotations
@@ -9,18 +10,20 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from common.report import Row, show, write
-from torch.multiprocessing.spawn import spawn
+from common.report import show, write
+from torch.multiprocessing.spawn import start_processes
 
 from megatron3d.checkpoint.index import FILE_NAME, Index, StoredBox, StoredTensor, merge_tensors, pack, unpack
-from megatron3d.checkpoint.read import read_index_on_all_ranks
-from megatron3d.comm.objects import StoreObjects
+from megatron3d.checkpoint.read import read_index, read_index_on_all_ranks
+from megatron3d.comm.objects import StoreObjects, on_rank_0
 from megatron3d.comm.process_comm import ProcessComm
+from megatron3d.parallel.matmul_plan import ring
 from megatron3d.parallel.mesh import Mesh
 
 WRITERS = 2048
@@ -39,12 +42,14 @@ def written(boxes: int) -> list[dict[str, StoredTensor]]:
     return parts
 
 
-def make(boxes: int, folder: Path) -> list[Row]:
-    """Write the index and return the CPU seconds of each part of the work."""
-    parts, rows = written(boxes), list[Row]()
+def make(_: int, boxes: int, folder: str, rows: Any) -> None:
+    """Write the index and add a row with the CPU seconds of each part of the work."""
+    parts = written(boxes)
 
     def took(what: str, begin: float) -> None:
-        rows.append({"what": what, "ranks": 1, "s": time.process_time() - begin})
+        rows.append(
+            {"what": what, "ranks": 1, "s": time.process_time() - begin, "store_MB": 0.0, "collectives_MB": 0.0}
+        )
 
     begin = time.process_time()
     packed = [pack(part) for part in parts]
@@ -53,9 +58,18 @@ def make(boxes: int, folder: Path) -> list[Row]:
     tensors = merge_tensors(map(unpack, packed))
     took("unpack, merge and check coverage", begin)
     begin = time.process_time()
-    (folder / FILE_NAME).write_text(Index(iteration=1, meta={}, tensors=tensors).to_json())
+    (Path(folder) / FILE_NAME).write_text(Index(iteration=1, meta={}, tensors=tensors).to_json())
     took("write JSON with its checksum", begin)
-    return rows
+
+
+def through_store(folder: Path, comm: ProcessComm, names: Sequence[str]) -> Index:
+    """Return the index of `names`, which rank 0 reads and broadcasts whole as an object."""
+    whole: str = on_rank_0(comm, lambda: read_index(folder).packed().decode())
+    return Index.unpacked(whole.encode(), names)
+
+
+# What loads an index, and whether its content travels in collectives of tensors.
+LOADS = {"load, whole through the store": (through_store, False), "load": (read_index_on_all_ranks, True)}
 
 
 class CountingStore:
@@ -81,24 +95,28 @@ class CountingStore:
 
 
 def load_rank(rank: int, ranks: int, port_file: str, folder: str, rows: Any) -> None:
-    """Load the index on one of the ranks, each of which needs every 64th tensor."""
+    """Load the index on one of the ranks, each of which needs every 64th tensor, in both ways."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{port_file}", rank=rank, world_size=ranks)
     mesh = Mesh((("data", ranks),), rank)
     comm = ProcessComm(mesh, [("data",)])
-    store = CountingStore(dist.distributed_c10d._get_default_store())
-    comm._objects = StoreObjects(mesh, store)
     names = [f"optimizer.exp_avg_sq.layers.{n // 256}.mlp.experts.{n % 256}.fc1" for n in range(rank % 64, 45000, 64)]
-    dist.barrier()
-    begin = time.perf_counter()
-    index = read_index_on_all_ranks(Path(folder), comm, names)
-    dist.barrier()
-    seconds = time.perf_counter() - begin
-    assert rank % 64 or index.tensors, "no tensor was found"
-    counts = torch.tensor([store.num_bytes])
-    dist.all_reduce(counts)
-    if rank == 0:
-        rows.append({"what": "load", "ranks": ranks, "s": seconds, "store_MB": counts.item() / 2 / 1e6})
+    for what, (load, in_collectives) in LOADS.items():
+        store = CountingStore(dist.distributed_c10d._get_default_store())
+        comm._objects = StoreObjects(mesh, store)
+        dist.barrier()
+        begin = time.perf_counter()
+        index = load(Path(folder), comm, names)
+        dist.barrier()
+        seconds = time.perf_counter() - begin
+        assert rank % 64 or index.tensors, "no tensor was found"
+        counts = torch.tensor([store.num_bytes])
+        dist.all_reduce(counts)
+        if rank == 0:
+            size = len(read_index(Path(folder)).packed()) if in_collectives else 0
+            sent = ring("all_reduce", mesh.names, size, mesh).wire_bytes / 1e6
+            row = {"what": what, "ranks": ranks, "s": seconds}
+            rows.append(row | {"store_MB": counts.item() / 1e6, "collectives_MB": sent})
     dist.destroy_process_group()
 
 
@@ -112,9 +130,12 @@ def main() -> None:
     options = parser.parse_args()
     boxes, ranks = (300, [2]) if options.quick else (options.boxes, options.ranks)
     with tempfile.TemporaryDirectory() as folder:
-        rows: Any = torch.multiprocessing.Manager().list(make(boxes, Path(folder)))
+        rows: Any = torch.multiprocessing.Manager().list()
+        # Forked processes share the memory of the imported modules, of which 64 copies would have many gigabytes.
+        start_processes(make, (boxes, folder, rows), nprocs=1, start_method="fork")
         for number in ranks:
-            spawn(load_rank, (number, f"{folder}/store_{number}", folder, rows), nprocs=number)
+            arguments = number, f"{folder}/store_{number}", folder, rows
+            start_processes(load_rank, arguments, nprocs=number, start_method="fork")
         show(f"index of {boxes} boxes", list(rows))
         if options.output:
             write(options.output, list(rows))

@@ -149,6 +149,21 @@ def checkpoints() -> str:
     return table(("what", "ranks", "torch, ours, s", "speed-up"), 3, rows())
 
 
+def index() -> str:
+    """Return seconds to load an index, and MB that leave and reach rank 0, next to sending it through the store."""
+
+    def rows() -> Iterator[Sequence[str]]:
+        for row in results("checkpoint_index"):
+            if row["what"] == "load":
+                peer = chosen("checkpoint_index", {"what": "load, whole through the store", "ranks": row["ranks"]})
+                assert peer is not None, row
+                ours_mb = row["store_MB"] + 2 * row["collectives_MB"]  # a ring receives what it sends
+                sizes, seconds = f"{peer['store_MB']:,.0f}, {ours_mb:,.0f}", f"{peer['s']:.0f}, {row['s']:.0f}"
+                yield str(row["ranks"]), sizes, seconds, f"{peer['s'] / row['s']:.2f}×"
+
+    return table(("ranks", "through rank 0: store, ours, MB", "store, ours, s", "speed-up"), 4, rows())
+
+
 def tokens() -> str:
     """Return the speed of tokenization and of reading samples."""
 
@@ -168,7 +183,7 @@ def tokens() -> str:
 
 
 TABLES: Mapping[str, Callable[[], str]] = {
-    each.__name__: each for each in (steps, short, overlaps, checkpoints, tokens)
+    each.__name__: each for each in (steps, short, overlaps, checkpoints, index, tokens)
 }
 
 
