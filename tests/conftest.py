@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import platform
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,6 +35,13 @@ def pytest_configure(config: pytest.Config) -> None:
     chosen = [(config.invocation_params.dir / arg.partition("::")[0]).resolve() for arg in config.args]
     if not all(path == GPU or GPU in path.parents for path in chosen):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Print which torch the tests run with, which pytest's own header would leave out with -q."""
+    terminal = session.config.pluginmanager.get_plugin("terminalreporter")  # workers of xdist have none
+    if terminal is not None:
+        terminal.write_line(f"torch {torch.__version__}, Python {platform.python_version()}")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
