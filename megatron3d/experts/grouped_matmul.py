@@ -36,6 +36,14 @@ def has_grouped_kernel(x_RK: Tensor, w_ENK: Tensor) -> bool:
     return torch.cuda.get_device_capability(x_RK.device) >= (9, 0)
 
 
+def grouped_gemm_name(x_RK: Tensor, w_ENK: Tensor, gemm: Gemm = NATIVE) -> str:
+    """Return in words how the rows of experts are multiplied, for the report of a run's start."""
+    if gemm is NATIVE and has_grouped_kernel(x_RK, w_ENK):
+        return "one kernel for all experts of a rank, weight gradients expert by expert"
+    needs = f"bf16, sizes in multiples of {_ALIGNMENT}, no other GEMM recipe, and a GPU of compute capability 9.0"
+    return f"a loop over experts (the grouped kernel needs {needs})"
+
+
 def grouped_product(x_RK: Tensor, w_ENK: Tensor, rows: Groups, gemm: Gemm = NATIVE) -> Tensor:
     """Return Y [R, N]: the first expert's rows times W_0^T, the next one's times W_1^T, and so on."""
     y_RN = _by_one_kernel(x_RK, w_ENK.transpose(1, 2), rows, gemm)

@@ -23,6 +23,7 @@ from megatron3d.attention.pairs import kernel_name
 from megatron3d.checkpoint.pieces import ranges_to_write
 from megatron3d.comm.interface import Comm
 from megatron3d.config.run_spec import RunSpec
+from megatron3d.experts.grouped_matmul import grouped_gemm_name
 from megatron3d.forecast.memory.rank import rank_memory
 from megatron3d.forecast.memory.step_spec import StepSpec, make_step_spec
 from megatron3d.forecast.memory.suggestions import suggest
@@ -33,6 +34,7 @@ from megatron3d.hardware.apex import describe_apex
 from megatron3d.hardware.devices import Peak, describe_attention, describe_peak
 from megatron3d.linear.gemm import onednn_gemms
 from megatron3d.metrics.step_record import StepWork
+from megatron3d.model.experts import ExpertLinear
 from megatron3d.model.layers import is_opaque
 from megatron3d.model.linear_spec import flops_per_token, num_parameters
 from megatron3d.model.local_sizes import KERNELS, LocalSizes
@@ -95,6 +97,17 @@ def describe_attention_kernel(state: TrainState) -> str:
     by_pairs = state.spec.config.data.reset_attention_mask or has_window(arch) or not arch.has_vanilla_softmax
     packed = choose(q, k, arch.attention_softcap).name if by_pairs else None
     return describe_attention(whole.device, whole.dtype, heads, arch.seq_length, arch.attention_dropout, packed)
+
+
+def describe_experts(state: TrainState) -> str | None:
+    """Describe how this rank multiplies the rows of experts, if it has any."""
+    linears = [module for module in state.model.modules() if isinstance(module, ExpertLinear)]
+    if not linears:
+        return None
+    weights = [each.matmul.by_expert(each.weight) for each in linears]
+    pairs = zip(linears, weights, strict=True)
+    names = (grouped_gemm_name(w.new_empty((1, w.shape[2])), w, each.matmul.gemm) for each, w in pairs)
+    return f"experts: {'; '.join(dict.fromkeys(names))}"
 
 
 def describe_context(state: TrainState) -> str | None:
@@ -170,6 +183,7 @@ def describe_buckets(state: TrainState) -> str | None:
 FACTS: tuple[Fact, ...] = (
     describe_gemms,
     describe_attention_kernel,
+    describe_experts,
     describe_context,
     describe_loss,
     describe_compilation,

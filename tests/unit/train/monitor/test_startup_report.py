@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from megatron3d.config.run_spec import RunSpec
-from megatron3d.config.schema import Config, ParallelConfig
+from megatron3d.config.schema import Config, ModelConfig, ParallelConfig
+from megatron3d.experts import grouped_matmul
 from megatron3d.hardware.devices import Peak
 from megatron3d.model.linear_spec import num_parameters
 from megatron3d.parallel.modes import MODES
@@ -32,8 +33,9 @@ VOCAB_SIZE = 61
 CONFIG = Config.model_validate({"model": MODEL, "train": {"micro_batch_size": 8, "global_batch_size": 16}})
 
 
-def build(rank: int, world_size: int, parallel: dict[str, Any]) -> TrainState:
-    config = CONFIG.model_copy(update={"parallel": ParallelConfig.model_validate(parallel)})
+def build(rank: int, world_size: int, parallel: dict[str, Any], **model: Any) -> TrainState:
+    keys = {"parallel": ParallelConfig.model_validate(parallel), "model": ModelConfig.model_validate(MODEL | model)}
+    config = CONFIG.model_copy(update=keys)
     spec = RunSpec(config, world_size, VOCAB_SIZE, rank)
     return build_state(spec, connect(spec), torch.device("cpu"))
 
@@ -66,6 +68,16 @@ def test_parameters_too_many_or_too_few_are_refused() -> None:
         state.model.arch = replace(state.model.arch, **wrong)
         with pytest.raises(RuntimeError, match=f"has {built:,} parameters .* has {num_parameters(state.model.arch):,}"):
             check_built(state)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_experts_that_no_kernel_multiplies_together_are_named(zero_stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = build(0, 1, {"zero_stage": zero_stage}, num_moe_experts=4)
+    line = "> experts: a loop over experts (the grouped kernel needs bf16"
+    assert line in startup_report(state, None, {})
+    monkeypatch.setattr(grouped_matmul, "has_grouped_kernel", lambda x_RK, w_ENK: True)
+    assert "> experts: one kernel for all experts of a rank" in startup_report(state, None, {})
+    assert "> experts:" not in startup_report(build(0, 1, {}), None, {})
 
 
 def test_the_report_adds_up() -> None:
