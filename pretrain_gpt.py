@@ -33,13 +33,13 @@ def main() -> int:
 
 def memory_at_worst(spec: RunSpec) -> list[str]:
     """Return what a run with experts says about itself: its memory where some get more tokens, and its losses."""
-    from megatron3d.experts.plan import layout_notes
+    from megatron3d.experts.plan import router_notes
     from megatron3d.forecast.memory.step_spec import make_step_spec
     from megatron3d.forecast.memory.table import worst_load_lines
     from megatron3d.model.local_sizes import KERNELS
 
     lines = worst_load_lines(make_step_spec(spec, KERNELS["gpu"])) if spec.arch.vocab_size else []
-    return lines + layout_notes(spec.arch.balance)
+    return lines + router_notes(spec.arch.balance)
 
 
 def pretrain(arguments: Arguments, world_size: int) -> int:

@@ -344,8 +344,8 @@ MUTATIONS = [
     Mutation(
         "partial outputs of split experts are not summed",
         "model/experts.py",
-        "y_MH = reduce_rows(sent.combine(self.experts(*sent.rows())), *shared_by)",
-        "y_MH = sent.combine(self.experts(*sent.rows()))[: len(home_MH)]",
+        "y_MH = reduce_rows(y_MH, *shared_by)",
+        "y_MH = y_MH[: len(home_MH)]",
         EXPERTS,
     ),
     Mutation(

@@ -112,6 +112,8 @@ def _balance(model: ModelConfig) -> Balance | None:
         rate,
         model.moe_expert_capacity_factor,
         model.moe_token_drop_policy,
+        model.moe_pad_expert_input_to_capacity,
+        model.moe_router_force_load_balancing,
     )
     return None if balance == Balance() else balance
 

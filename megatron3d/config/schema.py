@@ -209,6 +209,12 @@ class ModelConfig(Section, ModelOptions, FamilyOption, frozen=True):
     moe_token_drop_policy: Literal["probs", "position"] = key(
         "probs", "with moe_expert_capacity_factor: an expert takes the tokens of the largest weights, or the first ones"
     )
+    moe_pad_expert_input_to_capacity: bool = key(
+        False, "with moe_expert_capacity_factor: rows of zeros fill each expert up to its capacity in training"
+    )
+    moe_router_force_load_balancing: bool = key(
+        False, "for measurements of speed only: tokens go to the experts in turn, whatever their routers say"
+    )
     moe_aux_loss_coeff: NonNegative | NonNegatives = key(
         0.0, "factor of the loss of moe_router_load_balancing_type, or a list of one for each"
     )

@@ -92,6 +92,8 @@ class Balance:
         capacity_factor: most tokens of a sequence that an expert takes, in multiples of an even load; None: all that
             choose it.
         drop_policy: which tokens an expert takes then: `PROBS`, those of the largest weights, or `POSITION`, the first.
+        pads_to_capacity: rows of zeros fill each expert up to its capacity.
+        forces_even_load: a token's place in the global batch alone chooses its experts.
     """
 
     loss: str | tuple[str, ...] = "none"
@@ -100,6 +102,8 @@ class Balance:
     bias_update_rate: float = 0.0
     capacity_factor: float | None = None
     drop_policy: str = PROBS
+    pads_to_capacity: bool = False
+    forces_even_load: bool = False
 
     @property
     def losses(self) -> dict[str, float]:
@@ -114,14 +118,26 @@ class Balance:
         return *self.losses, *((Z_LOSS,) if self.z_coeff else ())
 
 
-def layout_notes(balance: Balance | None) -> list[str]:
-    """Return what a run says at its start about losses whose value depends on the layout."""
-    if balance is None or MICROBATCH not in balance.losses:
-        return []
-    return [
-        f"{MICROBATCH}: the balance of each microbatch of a data rank, so that it depends on the microbatches' size; "
-        f"{GLOBAL} and {SEQUENCE} are the same in every layout"
-    ]
+def padded_rows(balance: Balance, experts: Experts, num_tokens: int, seq_length: int) -> int:
+    """Return the rows of an expert that is padded to its capacity, of all sequences that have `num_tokens` tokens."""
+    assert balance.capacity_factor is not None, "experts are padded to a capacity"
+    return capacity_of(balance.capacity_factor, seq_length, experts) * num_tokens // seq_length
+
+
+def router_notes(balance: Balance | None) -> list[str]:
+    """Return what a run says at its start about routers that do not choose, and losses that depend on the layout."""
+    notes = list[str]()
+    if balance is not None and balance.forces_even_load:
+        notes.append(
+            "WARNING: moe_router_force_load_balancing: EXPERTS ARE CHOSEN IN TURN AND NOT BY THEIR ROUTERS; measure "
+            "speed with this run, and keep nothing that it trains"
+        )
+    if balance is not None and MICROBATCH in balance.losses:
+        notes.append(
+            f"{MICROBATCH}: the balance of each microbatch of a data rank, so that it depends on the microbatches' "
+            f"size; {GLOBAL} and {SEQUENCE} are the same in every layout"
+        )
+    return notes
 
 
 _INDEX_BYTES = 8

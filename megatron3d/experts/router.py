@@ -66,18 +66,23 @@ def route(
     bias_E: Tensor | None = None,
     once: Callable[[Callable[[], Tensor]], Tensor] = lambda choose: choose(),
     counted: Callable[[Tensor, Tensor], None] | None = None,
+    row_M: Tensor | None = None,
 ) -> Routes:
     """Return the chosen experts of each token; `bias_E` is added to the scores for the choice alone.
 
     Args:
         once: calls what chooses, or returns the choice that it has made before.
         counted: called with a new choice and the scores.
+        row_M: index in the global batch of each token, which then chooses its experts; None: the scores choose.
     """
     scores_ME = _SCORES[experts.score_function](logits_ME)
     choice_ME = scores_ME.detach() if bias_E is None else scores_ME.detach() + bias_E
 
     def choose() -> Tensor:
-        chosen_MK = top_experts(_in_best_groups(choice_ME, experts), experts.topk)
+        if row_M is None:
+            chosen_MK = top_experts(_in_best_groups(choice_ME, experts), experts.topk)
+        else:
+            chosen_MK = experts_in_turn(row_M, experts)
         if counted is not None:
             counted(chosen_MK, scores_ME.detach())
         return chosen_MK
@@ -90,6 +95,12 @@ def top_experts(choice_ME: Tensor, count: int) -> Tensor:
     """Return the `count` largest of each row in ascending order of their index; of equal ones the first."""
     best_MK = torch.argsort(choice_ME, dim=-1, descending=True, stable=True)[:, :count]
     return best_MK.sort(dim=-1).values
+
+
+def experts_in_turn(row_M: Tensor, experts: Experts) -> Tensor:
+    """Return experts of each token by its index in the global batch: consecutive tokens take all experts in turn."""
+    slot_K = torch.arange(experts.topk, device=row_M.device)
+    return ((row_M.unsqueeze(1) * experts.topk + slot_K) % experts.num_experts).sort(dim=-1).values
 
 
 def _in_best_groups(choice_ME: Tensor, experts: Experts) -> Tensor:

@@ -196,6 +196,56 @@ class Groups(NamedTuple):
     ends_E: Tensor
 
 
+class _Pad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, place_R: Tensor, num_rows: int) -> Tensor:
+        ctx.save_for_backward(place_R)
+        return x.new_zeros((num_rows, *x.shape[1:])).index_copy_(0, place_R, x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        (place_R,) = ctx.saved_tensors
+        return dy.index_select(0, place_R), None, None
+
+
+class _Unpad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, place_R: Tensor) -> Tensor:
+        ctx.num_rows = len(y)
+        ctx.save_for_backward(place_R)
+        return y.index_select(0, place_R)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
+        (place_R,) = ctx.saved_tensors
+        return dx.new_zeros((ctx.num_rows, *dx.shape[1:])).index_copy_(0, place_R, dx), None
+
+
+# Rows, their weights, and how many each expert has.
+Weighted = tuple[Tensor, Tensor, Groups]
+
+
+def padded_to(
+    capacity: int | None, x_RH: Tensor, weights_R: Tensor, groups: Groups
+) -> tuple[Weighted, Callable[[Tensor], Tensor]]:
+    """Return the rows, with zeros of weight 0 after those of each expert up to `capacity`, and what leaves them out.
+
+    Args:
+        capacity: None: there are no such rows.
+    """
+    if capacity is None:
+        return (x_RH, weights_R, groups), lambda y: y
+    ends_E = groups.ends_E.to(torch.int64)
+    counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
+    first_E = torch.arange(len(groups.counts), device=x_RH.device) * capacity
+    shift_R = (first_E + counts_E - ends_E).repeat_interleave(counts_E, output_size=len(x_RH))
+    place_R = torch.arange(len(x_RH), device=x_RH.device) + shift_R
+    full = groups_of([capacity] * len(groups.counts), torch.full_like(ends_E, capacity))
+    num_rows = sum(full.counts)
+    padded = _Pad.apply(x_RH, place_R, num_rows), _Pad.apply(weights_R, place_R, num_rows), full
+    return padded, lambda y: _Unpad.apply(y, place_R)
+
+
 def groups_of(counts: Sequence[int], counts_E: Tensor) -> Groups:
     """Return the groups of these numbers of rows, on the host and on the device."""
     return Groups(counts, counts_E.cumsum(0, dtype=torch.int32))

@@ -1,6 +1,6 @@
 """Operations of a mixture of experts, with the load that `LocalSizes.expert_load` says.
 
-    to whole rows | router | dispatch | shared experts | fc1 | activation | fc2 | return, combine | shared gate | back
+    to whole rows | router | dispatch | shared experts | padding | fc1 | activation | fc2 | return, combine | gate
 
 Tokens are on their way to the ranks of their experts during the shared experts' GEMMs, and their gradients during the
 GEMMs of the shared experts' backward.  Small tensors (a number or a weight per token and expert) count roughly.
@@ -18,8 +18,8 @@ from megatron3d.experts.plan import (
     Experts,
     backward_traffic,
     balanced_exchange,
-    capacity_of,
     forward_traffic,
+    padded_rows,
 )
 from megatron3d.model.linear_spec import SHARED_FC1, SHARED_FC2
 from megatron3d.model.local_sizes import LocalSizes
@@ -32,13 +32,14 @@ from megatron3d.parallel.modes.mode import ALLGATHER
 ROUTER, EXPERT_FC1, ACTIVATION, EXPERT_FC2, COMBINE = (
     f"mlp.{name}" for name in ("router", "experts.fc1", "experts.activation", "experts.fc2", "experts.combine")
 )
+PADDING = "mlp.experts.padding"
 # Counts of tokens of each sequence are reduced as fp32.
 _COUNT_BYTES = 4
 
 
 def expert_operations(local: LocalSizes, experts: Experts, x: Stored) -> list[Operation]:
     """Return the operations of a mixture of experts on x."""
-    hidden, ffn, rows, size = local.arch.hidden_size, local.expert_ffn, local.expert_rows, local.itemsize
+    hidden, ffn, rows, size = local.arch.hidden_size, local.expert_ffn, computed_rows(local, experts), local.itemsize
     parts, count = 2 if local.is_gated else 1, experts.num_experts // local.mesh.size(local.mode.experts)
     collect = list(_back_to_residual(local))
     spread = [call for call in collect if call.axes == local.mesh.nontrivial(local.mode.residual[1])]
@@ -80,7 +81,26 @@ def expert_operations(local: LocalSizes, experts: Experts, x: Stored) -> list[Op
     back = [combine, exchange.returned()] if exchange.gathers else [exchange.returned(), combine]
     gate = [_shared_gate(local, x, spread, collect)] if experts.has_shared_gate else []
     last = Operation(name="mlp.residual", sent=collect, sent_back=spread)
-    return [whole, _router(local, experts, x), *there, *shared, fc1, between, fc2, *back, outer.returned(), *gate, last]
+    computed = [*_padding(local, rows), fc1, between, fc2]
+    return [whole, _router(local, experts, x), *there, *shared, *computed, *back, outer.returned(), *gate, last]
+
+
+def _padding(local: LocalSizes, rows: int) -> Iterator[Operation]:
+    """Yield the copies of rows into `rows` of experts that are padded, and of their outputs back."""
+    balance, hidden = local.arch.balance, local.arch.hidden_size
+    if balance is not None and balance.pads_to_capacity:
+        yield Operation(
+            name=PADDING,
+            saves=(Stored(PADDING, "places of rows", local.expert_rows * INDEX),),
+            kernels=(MemoryKernel("layout", rows * hidden),),
+            peaks=_gradients(local, PADDING, (rows + local.expert_rows) * hidden),
+        )
+
+
+def _padded_rows(local: LocalSizes, experts: Experts) -> int:
+    """Return the rows of this rank's experts where they are padded, else 0."""
+    balance = local.arch.balance
+    return computed_rows(local, experts) if balance is not None and balance.pads_to_capacity else 0
 
 
 def _gradients(local: LocalSizes, site: str, elements: int) -> dict[str, int]:
@@ -239,6 +259,7 @@ def _combine(local: LocalSizes, experts: Experts) -> Operation:
     combined = rows_combined(local, experts) * hidden
     gathered = local.gathered_tokens * hidden * (ranks if _gathers(local) else local.etensor_ranks > 1)
     grads = gathered + (1 + _exchanges(local)) * max(local.expert_rows * hidden, combined)
+    grads += _padded_rows(local, experts) * hidden
     return Operation(
         name=COMBINE,
         saves=(_order(local, experts),),
@@ -269,7 +290,10 @@ def _combination_peak(local: LocalSizes, experts: Experts, is_again: bool) -> in
     """
     again = _tokens_summed(local) * (is_again and (_gathers(local) or local.etensor_ranks > 1))
     rows = again + rows_combined(local, experts) + _exchanges(local) * local.expert_rows
-    return local.residual + _sum_bytes(local, experts) + rows * local.arch.hidden_size * local.itemsize
+    row = local.arch.hidden_size * local.itemsize
+    padded = _padded_rows(local, experts)
+    without_zeros = padded and (again + padded + local.expert_rows) * row
+    return local.residual + max(_sum_bytes(local, experts) + rows * row, without_zeros)
 
 
 def rows_combined(local: LocalSizes, experts: Experts) -> int:
@@ -287,10 +311,24 @@ def worst_load(local: LocalSizes, experts: Experts) -> float:
     worst = ranks * min(experts.topk, num_local) / experts.topk
     if balance is None or balance.capacity_factor is None:
         return worst
-    group = {*local.mode.experts, *local.mode.etensor, *local.mode.batch_axes}
-    parts = local.mesh.size(local.mesh.nontrivial(axis for axis in local.mode.home if axis not in group))
-    taken = num_local * capacity_of(balance.capacity_factor, local.arch.seq_length, experts)
-    return min(worst, ranks * parts * taken / (local.arch.seq_length * experts.topk))
+    taken = num_local * padded_rows(balance, experts, _tokens_of_sequences(local), local.arch.seq_length)
+    return min(worst, taken / (local.gathered_tokens * experts.topk))
+
+
+def _tokens_of_sequences(local: LocalSizes) -> int:
+    """Return the tokens of all sequences that any rank of this rank's expert group has tokens of."""
+    group = {*local.mode.experts, *local.mode.etensor}
+    others = (axis for axis in local.mode.home if axis not in {*group, *local.mode.batch_axes})
+    return local.home_tokens * local.mesh.size(local.mesh.nontrivial((*group, *others)))
+
+
+def computed_rows(local: LocalSizes, experts: Experts) -> int:
+    """Return the rows that this rank's experts multiply, rows of zeros included."""
+    balance = local.arch.balance
+    if balance is None or not balance.pads_to_capacity:
+        return local.expert_rows
+    num_local = experts.num_experts // local.mesh.size(local.mode.experts)
+    return num_local * padded_rows(balance, experts, _tokens_of_sequences(local), local.arch.seq_length)
 
 
 def expected_load(local: LocalSizes, imbalance: float) -> float:

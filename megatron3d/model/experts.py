@@ -21,7 +21,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from megatron3d.experts.dispatch import DISPATCH, ExpertRanks, gather_tokens, reduce_rows
 from megatron3d.experts.grouped_matmul import GroupedMatmul, add_biases
-from megatron3d.experts.plan import GLOBAL, MICROBATCH, SEQUENCE, Balance, Experts, capacity_of
+from megatron3d.experts.plan import GLOBAL, MICROBATCH, SEQUENCE, Balance, Experts, capacity_of, padded_rows
 from megatron3d.experts.router import (
     Capacity,
     Routes,
@@ -33,7 +33,7 @@ from megatron3d.experts.router import (
     with_loss,
     z_terms,
 )
-from megatron3d.experts.rows import Groups
+from megatron3d.experts.rows import Groups, padded_to
 from megatron3d.model.linear_spec import SHARED_FC1, SHARED_FC2
 from megatron3d.model.microbatch import Pass
 from megatron3d.model.modules import ACTIVATIONS, MLP, Build
@@ -130,12 +130,20 @@ class Router(nn.Module):
         is_training = at.target is not None and torch.is_grad_enabled()
         counted = partial(self._count, at) if is_training else None
         expert_bias_E, once = self.state.row(self.name, "expert_bias"), partial(at.once, f"{self.name}.choice")
-        routes = route(logits_ME, self.experts, expert_bias_E, once, counted)
+        in_turn = self.balance.forces_even_load and at.target is not None
+        row_M = at.token_rows(self.home, logits_ME.device) if in_turn else None
+        routes = route(logits_ME, self.experts, expert_bias_E, once, counted, row_M)
         if not is_training:
             return routes
         assert at.target is not None, "only a pass that ends in the loss has losses of routers"
         loss, taken = self._loss(logits_ME, routes, at), self._within_capacity(routes, at)
         return taken._replace(weights_MK=with_loss(taken.weights_MK, loss, at.target.scale))
+
+    def capacity(self, num_tokens: int, at: Pass) -> int | None:
+        """Return the rows that each expert is padded to, where its ranks have `num_tokens` tokens; None: it is not."""
+        if not self.balance.pads_to_capacity or at.target is None or not torch.is_grad_enabled():
+            return None
+        return padded_rows(self.balance, self.experts, num_tokens, at.seq_length)
 
     def _within_capacity(self, routes: Routes, at: Pass) -> Routes:
         """Return the routes, where choices above an expert's capacity are the index after the last expert."""
@@ -222,6 +230,10 @@ class MoE(nn.Module):
         self.shared_experts = MLP(layer, build, SHARED_FC1, SHARED_FC2) if experts.shared_ffn_hidden_size else None
         self.shared_gate = SharedGate(f"{name}.shared_gate", build) if experts.has_shared_gate else None
         self.router = Router(f"{name}.router", experts, build)
+        # Ranks that have tokens of the sequences of one rank of the experts, with it.
+        group = {*build.mode.experts, *build.mode.etensor}
+        others = (axis for axis in build.mode.home if axis not in {*group, *build.mode.batch_axes})
+        self.num_sharing = build.comm.mesh.size(build.live((*group, *others)))
         self.experts = ExpertMLP(f"{name}.experts", self.ranks.num_local, build)
 
     def forward(self, x_MH: Tensor, at: Pass) -> Tensor:
@@ -230,7 +242,11 @@ class MoE(nn.Module):
         shared_by = self.etensor, self.relayout.comm
         sent = DISPATCH[self.dispatcher](*gather_tokens(home_MH, routes, *shared_by), self.ranks, once)
         shared_MH = None if self.shared_experts is None else self.shared_experts(x_MH, at)  # while rows are in flight
-        y_MH = reduce_rows(sent.combine(self.experts(*sent.rows())), *shared_by)
+        pads_to = self.router.capacity(len(home_MH) * self.num_sharing, at)
+        computed, restored = padded_to(pads_to, *sent.rows())
+        y_MH = sent.combine(restored(self.experts(*computed)))
+        del computed  # nothing but backward needs the rows any more
+        y_MH = reduce_rows(y_MH, *shared_by)
         if self.shared_gate is not None and shared_MH is not None:
             return self.relayout.from_rows(y_MH + self.shared_gate(home_MH) * self.relayout.to_rows(shared_MH))
         y_MH = self.relayout.from_rows(y_MH)

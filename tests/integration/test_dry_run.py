@@ -230,6 +230,22 @@ def test_experts(parallel: dict[str, Any], recompute: str | None) -> None:
     assert problems(config, 4, (0, 3)) == []
 
 
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"expert_model_parallel_size": 4, **EXCHANGE},
+        {"context_parallel_size": 2, "expert_model_parallel_size": 2, "moe_token_dispatcher_type": "allgather"},
+        {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2},
+    ],
+)
+def test_padded_experts(parallel: dict[str, Any]) -> None:
+    """Check the GEMMs of experts that are padded to what they take of all sequences of their group."""
+    given = {"model": {**MODELS["experts"], "moe_pad_expert_input_to_capacity": True}, "parallel": parallel}
+    config = Config.model_validate(given | {"train": {"micro_batch_size": 8, "global_batch_size": 32}})
+    assert check(config, 4, VOCAB_SIZE) == []
+    assert problems(config, 4, (0, 3)) == []
+
+
 COUNTING: dict[str, tuple[dict[str, Any], bool]] = {
     "bias": ({"moe_router_enable_expert_bias": True, "mtp_num_layers": 1}, False),
     "load of the step before": ({"moe_router_load_balancing_type": "global_aux_loss"}, False),

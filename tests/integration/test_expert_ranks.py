@@ -195,6 +195,11 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {},
         "drops nothing without model.moe_expert_capacity_factor",
     ),
+    "padding without a capacity": (
+        {"moe_pad_expert_input_to_capacity": True, "moe_expert_capacity_factor": None},
+        {},
+        "has no capacity to pad to without model.moe_expert_capacity_factor",
+    ),
     "a loss twice": (
         {"moe_router_load_balancing_type": ("aux_loss", "aux_loss"), "moe_aux_loss_coeff": (0.1, 0.1)},
         {},

@@ -6,6 +6,7 @@ microbatches, foldings and dispatchers; also where scores tie, experts have no t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +18,10 @@ from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.validate.rules import check
 from megatron3d.data.loader import BatchLoader
 from megatron3d.experts import router
+from megatron3d.experts.plan import Balance, Experts, router_notes
 from megatron3d.experts.router import Routes
-from megatron3d.model.experts import Router
+from megatron3d.experts.rows import Groups
+from megatron3d.model.experts import ExpertMLP, Router
 from megatron3d.model.microbatch import Pass
 from megatron3d.train.state import build_state
 from megatron3d.train.step import StepSettings, train_step
@@ -45,6 +48,8 @@ BALANCES: dict[str, dict[str, Any]] = {
     "capacity": {"moe_expert_capacity_factor": 1.0},
     "capacity below an even load": {"moe_expert_capacity_factor": 0.6},
     "first tokens": {"moe_expert_capacity_factor": 0.8, "moe_token_drop_policy": "position"},
+    "padded to capacity": {"moe_expert_capacity_factor": 0.6, "moe_pad_expert_input_to_capacity": True},
+    "experts in turn": {"moe_router_force_load_balancing": True, "moe_expert_capacity_factor": 1.0},
     "two losses": {
         "moe_router_load_balancing_type": ("seq_aux_loss", "global_aux_loss"),
         "moe_aux_loss_coeff": (0.5, 0.3),
@@ -82,6 +87,44 @@ def settings(keys: dict[str, Any], rows: int, parallel: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("name", BALANCES)
 def test_accumulation_and_layout_leave_each_balance(name: str) -> None:
     check_layouts(NONE | BALANCES[name])
+
+
+@pytest.mark.parametrize(
+    ("parallel", "sequences"),
+    [({}, 2), ({EP: 2, DISPATCHER: "alltoall"}, 4), ({EP: 2, DISPATCHER: "allgather"} | SEQUENCES, 2)],
+)
+def test_experts_that_are_padded_have_their_capacity_and_the_same_numbers(
+    parallel: dict[str, Any], sequences: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every expert multiplies as many rows in every step, and rows of zeros change nothing."""
+    counts, forward = set[int](), ExpertMLP.forward
+
+    def counting(module: ExpertMLP, x_RH: Tensor, weights_R: Tensor, rows: Groups) -> Tensor:
+        counts.update(rows.counts if torch.is_grad_enabled() else ())
+        return forward(module, x_RH, weights_R, rows)
+
+    def trace(**keys: Any) -> StepTrace:
+        counts.clear()
+        model = MODEL | NONE | {"moe_expert_capacity_factor": 1.2, "add_bias_linear": True, **keys}
+        found = run_turns(run_trace, 1 + bool(parallel), settings(model, 2, parallel), 2)[0]
+        assert found is not None
+        return found
+
+    monkeypatch.setattr(ExpertMLP, "forward", counting)
+    wanted = trace()
+    assert len(counts) > 1
+    assert list(differences(wanted, trace(moe_pad_expert_input_to_capacity=True), TOLERANCE)) == []
+    capacity = math.ceil(1.2 * MODEL["seq_length"] * MODEL["moe_router_topk"] / MODEL["num_moe_experts"])
+    assert counts == {sequences * capacity}
+
+
+def test_experts_in_turn_have_the_same_load_whatever_the_router_says() -> None:
+    experts = Experts(num_experts=8, topk=3, ffn_hidden_size=1)
+    rows_M, generator = torch.arange(16).flip(0), torch.Generator().manual_seed(1)
+    routes = [router.route(torch.randn(16, 8, generator=generator), experts, row_M=rows_M).experts_MK for _ in range(2)]
+    assert torch.equal(*routes) and torch.equal(routes[0].flatten().bincount(), torch.full((8,), 6))
+    assert bool((routes[0].diff(dim=1) > 0).all()), "of each token in ascending order, none twice"
+    assert "WARNING: moe_router_force_load_balancing" in "".join(router_notes(Balance(forces_even_load=True)))
 
 
 def test_the_balance_of_a_microbatch_is_that_of_all_its_sequences() -> None:

@@ -243,9 +243,14 @@ def expert_problems(facts: Facts) -> Iterator[str]:
     if experts.has_shared_gate and not experts.shared_ffn_hidden_size:
         yield f"{facts.named(GATE)}: there are no shared experts to gate; set {SHARED}, or use false"
     yield from _balance_problems(facts)
-    if model.moe_token_drop_policy != "probs" and model.moe_expert_capacity_factor is None:
-        key = "model.moe_token_drop_policy"
-        yield f"{facts.named(key)}: drops nothing without model.moe_expert_capacity_factor; set it, or leave {key} out"
+    if model.moe_expert_capacity_factor is None:
+        for key, is_used, what in (
+            ("moe_token_drop_policy", model.moe_token_drop_policy != "probs", "drops nothing"),
+            ("moe_pad_expert_input_to_capacity", model.moe_pad_expert_input_to_capacity, "has no capacity to pad to"),
+        ):
+            if is_used:
+                where, use = facts.named(f"model.{key}"), f"set it, or leave model.{key} out"
+                yield f"{where}: {what} without model.moe_expert_capacity_factor; {use}"
     if model.moe_router_bias_update_rate is not None and not experts.has_expert_bias:
         yield f"{facts.named(RATE)}: not used without {BIAS}=true; set it, or leave {RATE} out"
     if 1 not in (experts.layers or (1,))[: model.num_layers]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megatron3d.experts.plan import layout_notes
+from megatron3d.experts.plan import router_notes
 from megatron3d.forecast.memory.rank import in_flight, rank_memory, stage_activations
 from megatron3d.forecast.memory.step_spec import StepSpec
 from megatron3d.model.expert_operations import worst_load
@@ -129,7 +129,7 @@ def memory_table(step: StepSpec, measured: Sequence[int] | None = None) -> list[
         found = "-" if measured is None else f"{measured[coord] / size:,.1f}"
         peaks = memory.transient_peaks
         rows.append((str(coord), *cells, found, max(peaks, key=peaks.__getitem__, default="")))
-    return align_columns([header, *rows]) + worst_load_lines(step) + layout_notes(step.local.arch.balance)
+    return align_columns([header, *rows]) + worst_load_lines(step) + router_notes(step.local.arch.balance)
 
 
 def worst_load_lines(step: StepSpec) -> list[str]:
