@@ -117,6 +117,7 @@ def write_settings(arch: Architecture, wanted: str | None = None) -> tuple[str, 
     settings[field] = next(theirs for theirs, ours in known.items() if ours == arch.activation)
     if hub_type.has_rope:
         settings |= write_rope(arch, hub_type)
+    settings |= {old: settings[new] for old, new in hub_type.aliases.items() if new in settings}
     return model_type, settings, tuple(_lost_values(arch, hub_type))
 
 

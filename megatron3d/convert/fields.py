@@ -122,6 +122,7 @@ class ModelType:
         has_local_rope: whether layers with a window have rotary positions of their own, which are not scaled.
         local_base: their base in a config.json without `rope_local_base_freq`; None: the base of the other layers, and
             there is no such field.
+        has_only_type: whether `rope_scaling` names the kind of scaling in `type` alone.
         has_mscale: whether `mscale_all_dim` of scaled rotary positions also chooses the factor of attention's scores.
         constants: further fields that are written.
         derived: keys that follow from several fields.
@@ -146,6 +147,7 @@ class ModelType:
     has_local_rope: bool = False
     local_base: float | None = None
     has_mscale: bool = False
+    has_only_type: bool = False
     constants: Mapping[str, JsonValue] = field(default_factory=dict)
     as_zeros: Mapping[str, object] = field(default_factory=dict)
     derived: tuple[DerivedKeys, ...] = ()
@@ -370,11 +372,14 @@ def write_rope(arch: Architecture, hub_type: ModelType) -> dict[str, JsonValue]:
     if "rotary_percent" in hub_type.fields:
         plain["partial_rotary_factor"] = arch.rotary_percent
     described: dict[str, JsonValue] = {**plain, **(scaling or {})}
+    older = scaling
+    if scaling and hub_type.has_only_type:
+        older = {"type" if name == "rope_type" else name: value for name, value in scaling.items()}
     if not hub_type.has_local_rope:
-        return {"rope_parameters": described, "rope_scaling": scaling}
+        return {"rope_parameters": described, "rope_scaling": older}
     local = arch.rotary_base if arch.rope_local_base_freq is None else arch.rope_local_base_freq
     both: dict[str, JsonValue] = {SLIDING: {"rope_type": "default", "rope_theta": local}, FULL: described}
-    return {"rope_parameters": both, LOCAL_BASE: local} if hub_type.local_base else {"rope_parameters": both}
+    return {"rope_parameters": both, "rope_scaling": older, **({LOCAL_BASE: local} if hub_type.local_base else {})}
 
 
 def _kind(rope: Mapping[str, JsonValue]) -> JsonValue:

@@ -253,8 +253,14 @@ ROTARY_TYPES: Mapping[str, ModelType] = {
         rotary_fields((32, 4096, 11008, 32, None, None, 2048, 50304), without=("norm_epsilon",), **_OLMO),
         {"normalization": "PlainLayerNorm", "norm_epsilon": 1e-5, "add_mlp_bias": False, "qk_layernorm": False},
         {**NO_CLIPPING, **WHOLE_PRODUCTS},
+        has_only_type=True,
     ),
-    "olmo2": rotary_type("Olmo2", rotary_fields((32, 4096, 11008, 32, None, None, 2048, 50304), **_OLMO), _OLMO2),
+    "olmo2": rotary_type(
+        "Olmo2",
+        rotary_fields((32, 4096, 11008, 32, None, None, 2048, 50304), **_OLMO),
+        _OLMO2,
+        has_only_type=True,
+    ),
     "olmo3": rotary_type(
         "Olmo3",
         rotary_fields((32, 4096, 11008, 32, None, None, 2048, 50304), **_OLMO, rotary_base=500000.0),

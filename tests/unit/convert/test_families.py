@@ -83,6 +83,8 @@ def test_settings_come_back(name: str) -> None:
         _, written, notes = write_settings(arch, name)
         assert notes == () and resolve_architecture(read_settings(written), 37) == arch
         one, two = (transformers.AutoConfig.for_model(**settings).to_dict() for settings in (hub, written))
+        # transformers keeps older names of a scaling's entries, which are written too.
+        two["rope_parameters"] = {key: two["rope_parameters"][key] for key in one["rope_parameters"]}
         unset = {
             "architectures",
             "max_window_layers",
