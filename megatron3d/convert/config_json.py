@@ -193,7 +193,8 @@ def _layer_obstacles(arch: Architecture, hub_type: ModelType) -> Iterator[str]:
             yield f"{size}: in {hub_type.class_name} every position attends to all earlier ones"
         elif hub_type.windows.default_full is None and not all(pattern):
             yield f"{size}: in {hub_type.class_name} all layers have the window"
-    is_scaled = arch.rotary_scaling is not None and arch.rotary_scaling.kind == YARN
+    scaling = arch.rotary_scaling
+    is_scaled = scaling is not None and scaling.kind == YARN and scaling.factor > 1
     if hub_type.has_mscale and arch.softmax_scale is not None and not is_scaled:
         yield f"softmax_scale={arch.softmax_scale}: {hub_type.class_name} scales scores with rotary_scaling=yarn only"
     if arch.no_rope_freq and not hub_type.has_no_rope_layers:

@@ -313,7 +313,7 @@ def _latent_type(
     experts: ExpertFields,
     **more: Any,
 ) -> ModelType:
-    """Return a model type with latent attention."""
+    """Return a model type with latent attention, written with what its authors' own code reads."""
     epsilon = AllowedValues((_LATENT_EPSILON,), "norms of latents have this epsilon, and all norms the same here")
     found = rotary_fields(
         sizes,
@@ -334,7 +334,11 @@ def _latent_type(
         obstacles=lambda arch: iter(()),
         derived=(_SIZES, experts.keys()),
         has_mscale=True,
-        constants={"rms_norm_eps": _LATENT_EPSILON},
+        constants={
+            "rms_norm_eps": _LATENT_EPSILON,
+            **{name: rule.allowed[0] for name, rule in rules.items()},
+            **dict.fromkeys(("pretraining_tp", "ep_size"), 1),
+        },
         **more,
     )
 

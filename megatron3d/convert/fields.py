@@ -340,14 +340,18 @@ def _scaled_scores(mscale: float, factor: float, key_size: int) -> float:
     return float(key_size**-0.5 * (0.1 * mscale * math.log(max(factor, 1.0)) + 1) ** 2)
 
 
-def _mscale_of(arch: Architecture) -> dict[str, JsonValue]:
-    """Return the field whose value gives an architecture's factor of scores, none where that is the default."""
-    if arch.softmax_scale is None or arch.rotary_scaling is None:
+def _mscales_of(arch: Architecture) -> dict[str, JsonValue]:
+    """Return DeepSeek's fields for the factors of scores, and of queries and keys; a scaling by 1 has none."""
+    scaling = arch.rotary_scaling
+    if scaling is None or scaling.attention_factor is None or scaling.factor <= 1:
         return {}
-    factor, size = arch.rotary_scaling.factor, arch.key_size
-    exact = (math.sqrt(arch.softmax_scale * size**0.5) - 1) / (0.1 * math.log(factor))
-    short = round(exact, 9)
-    return {"mscale_all_dim": short if _scaled_scores(short, factor, size) == arch.softmax_scale else exact}
+    below, slope = 0.0, 0.1 * math.log(scaling.factor)
+    if arch.softmax_scale is not None:
+        exact = (math.sqrt(arch.softmax_scale * arch.key_size**0.5) - 1) / slope
+        below = round(exact, 9)
+        below = below if _scaled_scores(below, scaling.factor, arch.key_size) == arch.softmax_scale else exact
+    above = (scaling.attention_factor * (slope * below + 1) - 1) / slope
+    return {"mscale": round(above, 9), "mscale_all_dim": below}
 
 
 def _local_base(settings: HubConfig, local: JsonValue, hub_type: ModelType) -> tuple[dict[str, JsonValue], list[str]]:
@@ -367,7 +371,7 @@ def write_rope(arch: Architecture, hub_type: ModelType) -> dict[str, JsonValue]:
     scaling: dict[str, JsonValue] | None = None
     if arch.rotary_scaling is not None:
         known = {name: value for name, value in asdict(arch.rotary_scaling).items() if value is not None}
-        scaling = {"rope_type": known.pop("kind"), **known, **(_mscale_of(arch) if hub_type.has_mscale else {})}
+        scaling = {"rope_type": known.pop("kind"), **known, **(_mscales_of(arch) if hub_type.has_mscale else {})}
     plain: dict[str, JsonValue] = {"rope_type": "default", "rope_theta": arch.rotary_base}
     if "rotary_percent" in hub_type.fields:
         plain["partial_rotary_factor"] = arch.rotary_percent

@@ -56,3 +56,24 @@ def test_the_interval_of_full_layers_is_read_from_older_files() -> None:
     arch = resolve_architecture(read_settings(hub), 37)
     assert arch.window_pattern == (1, 0) and arch == resolve_architecture(read_settings(listed), 37)
     assert "sliding_window_pattern" not in write_settings(arch)[1]
+
+
+# What the authors' code, and serving engines, read without a default.
+DEEPSEEK = {
+    "deepseek_v2": {"topk_method": "greedy", "scoring_func": "softmax", "norm_topk_prob": False, "topk_group": 1},
+    "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True, "topk_group": 2},
+}
+
+
+@pytest.mark.parametrize("name", DEEPSEEK)
+def test_fields_that_serving_engines_read_are_written(name: str) -> None:
+    scaling = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 8, "rope_theta": 1e4}
+    scaling |= {"mscale": 0.707, "mscale_all_dim": 0.707}
+    arch = resolve_architecture(read_settings({**HUB_FAMILIES[name], "rope_parameters": scaling}), 37)
+    written = write_settings(arch, name)[1]
+    wanted = {**DEEPSEEK[name], "moe_layer_freq": 1, "ep_size": 1, "n_shared_experts": 2, "rope_theta": 1e4}
+    wanted |= {"num_nextn_predict_layers": 0} if name == "deepseek_v3" else {"n_group": 1}
+    assert {key: written.get(key) for key in wanted} == wanted
+    rope = written["rope_scaling"]
+    assert isinstance(rope, dict) and rope["mscale"] == rope["mscale_all_dim"] == 0.707
+    assert resolve_architecture(read_settings(written), 37) == arch
