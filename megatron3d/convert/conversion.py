@@ -40,7 +40,14 @@ from megatron3d.convert.hub_weights import (
 )
 from megatron3d.convert.output_files import folder_tokenizer, output_folder, read_json, write_json
 from megatron3d.convert.tensor_names import FileTensor, RowRange, file_tensors
-from megatron3d.convert.tokenizer import GENERATION, export_tokenizer, id_value, import_tokenizer, keep_token_ids
+from megatron3d.convert.tokenizer import (
+    GENERATION,
+    ID_KEYS,
+    export_tokenizer,
+    id_value,
+    import_tokenizer,
+    keep_token_ids,
+)
 from megatron3d.data.tokenizers.tokenizer import Tokenizer
 from megatron3d.errors import UserError
 from megatron3d.model.linear_spec import num_parameters
@@ -138,7 +145,7 @@ def to_hub(request: ConversionRequest) -> ConversionReport:
     dtype = request.dtype or _stored_dtype(checkpoint, table)
     data = _data_section(request, checkpoint)
     with output_folder(request.target) as folder:
-        no_ids = dict.fromkeys(("bos_token_id", "eos_token_id"))
+        no_ids = dict.fromkeys(ID_KEYS)
         write_json(folder / "config.json", settings | no_ids)  # transformers wants it for the tokenizer too
         tokenizer, notes = export_tokenizer(data, folder, arch.max_position_embeddings, request.with_transformers)
         ids = _token_ids(tokenizer, folder)
@@ -155,12 +162,10 @@ def to_hub(request: ConversionRequest) -> ConversionReport:
 
 
 def _token_ids(tokenizer: Tokenizer, folder: Path) -> dict[str, JsonValue]:
-    """Return the ids of special tokens for config.json."""
+    """Return the ids of special tokens for config.json: null where there is none, since classes have defaults."""
     special, path = tokenizer.special, folder / GENERATION
     pad = read_json(path).get("pad_token_id") if path.exists() else None
-    first = special.eod if special.bos is None else special.bos
-    ids: dict[str, JsonValue] = {"bos_token_id": first, "eos_token_id": id_value(special.ends)}
-    return ids if pad is None else {**ids, "pad_token_id": pad}
+    return {"bos_token_id": special.bos, "eos_token_id": id_value(special.ends), "pad_token_id": pad}
 
 
 def _origin(checkpoint: Path) -> str:

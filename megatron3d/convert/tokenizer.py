@@ -32,8 +32,9 @@ from megatron3d.errors import UserError
 
 _FILES = {"HuggingFaceTokenizer": JSON, "CharTokenizer": "characters.json", "TikTokenizer": "tiktoken.json"}
 GENERATION, SETTINGS = IDS[0], NAMES[0]
-# Files that are copied with a tokenizer.
-COMPANIONS = (*NAMES, "added_tokens.json", "chat_template.jinja", GENERATION)
+# Files that are copied with a tokenizer; the first describe it by its class in transformers.
+_OF_CLASS = (*NAMES, "added_tokens.json", "vocab.json", "merges.txt")
+COMPANIONS = (*_OF_CLASS, "chat_template.jinja", GENERATION)
 ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Keys of tokenizer_config.json that hold for a converted tokenizer too.
 _KEPT = ("bos_token", "pad_token", "chat_template", "padding_side", "truncation_side", "model_max_length")
@@ -114,7 +115,7 @@ def export_tokenizer(
     if path.name == PIECES:
         copy_companions(path.parent, target)
     stated = read_json(target / SETTINGS) if (target / SETTINGS).exists() else {}
-    for name in (*NAMES, "added_tokens.json"):  # of another class
+    for name in _OF_CLASS:  # which is another one
         (target / name).unlink(missing_ok=True)
     begin = tokenizer.special.before_text(data.add_bos_token)
     found, texts = candidates(data)

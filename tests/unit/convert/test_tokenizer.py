@@ -231,10 +231,12 @@ def test_a_hugging_face_tokenizer_keeps_its_files(tmp_path: Path) -> None:
     write_tokenizer(source)
     (source / "special_tokens_map.json").write_text("{}")
     (source / "generation_config.json").write_text('{"temperature": 0.6}')
+    (source / "vocab.json").write_text('{"a": 1}')
+    (source / "merges.txt").write_text("#version: 0.2")
     tokenizer, kind, name = import_tokenizer(source, run, None, None)
     assert (tokenizer.vocab_size, kind, name) == (4, "HuggingFaceTokenizer", "tokenizer.json")
     export_tokenizer(DataConfig(tokenizer_type=kind, tokenizer_model=str(run / str(name))), back, 64)
-    copied = ("tokenizer.json", "special_tokens_map.json", "generation_config.json")
+    copied = ("tokenizer.json", "special_tokens_map.json", "generation_config.json", "vocab.json", "merges.txt")
     assert all((back / file).read_bytes() == (source / file).read_bytes() for file in copied)
 
 
