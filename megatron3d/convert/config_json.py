@@ -71,6 +71,8 @@ def read_settings(settings: HubConfig, seq_length: int | None = None) -> ModelCo
     UserError.collect(f"config.json: {problem}" for problem in problems)
     if "window_size" not in layers:
         rotary.pop(LOCAL_BASE, None)
+    elif LOCAL_BASE in rotary and "window_attn_skip_freq" not in layers:  # no layer has the other base or its scaling
+        rotary = {"rotary_base": rotary[LOCAL_BASE]}
     longest = values["max_position_embeddings"]
     values |= rotary | layers | {"family": hub_type.family, "seq_length": longest if seq_length is None else seq_length}
     if isinstance(longest, int) and seq_length is not None and seq_length > longest:

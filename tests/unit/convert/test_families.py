@@ -74,6 +74,19 @@ def test_logits_and_gradients_are_those_of_transformers(name: str) -> None:
         torch.testing.assert_close(logits, wanted.logits, atol=1e-9, rtol=1e-9)
 
 
+def test_a_model_whose_layers_all_have_the_window_has_one_base() -> None:
+    """Gemma 3 with fewer layers than the period of those without: the other base, and its scaling, are of no layer."""
+    listed = HUB_FAMILIES["gemma3_text"]
+    hub = {**{name: value for name, value in listed.items() if name != "layer_types"}, "num_hidden_layers": 3}
+    theirs, wanted = peer_outputs(hub, TOKENS)
+    model = read_settings(config_json(hub))
+    assert (model.rope_local_base_freq, model.rotary_base, model.rotary_scaling) == (None, 50.0, None)
+    table = file_tensors(resolve_architecture(model, 37), "gemma3_text")
+    theirs, gradients = (in_files(each, "gemma3_text") for each in (theirs, wanted.gradients))
+    ours = our_outputs(model.model_dump(exclude_unset=True), as_ours(theirs, table), TOKENS, Unchanged())
+    check_equal(ours, Outputs(wanted.logits, wanted.loss, as_ours(gradients, table)), 1e-9)
+
+
 @pytest.mark.parametrize("name", HUB_FAMILIES)
 def test_settings_come_back(name: str) -> None:
     """As what transformers makes of both, whether fields are written out or left to their defaults."""
