@@ -53,7 +53,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 _NAMES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 _CODES = {dtype: name for name, dtype in _NAMES.items()}
 # Tensors that old versions saved with the weights: causal masks and rotary frequencies.
-_CONSTANTS = re.compile(r"(h\.\d+\.attn\.(bias|masked_bias)|rotary_emb\.inv_freq)$")
+_CONSTANTS = re.compile(r"((h\.\d+\.attn|layers\.\d+\.attention)\.(bias|masked_bias)|rotary_emb\.inv_freq)$")
 # Weights of all experts of a layer.
 STACKED = re.compile(r"\.mlp\.experts\.gate_up_proj$")
 MAX_PROBLEMS = 8
@@ -79,7 +79,6 @@ class HubWeights:
     def __init__(self, folder: Path, arch: Architecture, model_type: str) -> None:
         self.folder, self.files = folder, find_files(folder)
         found = {tensor.name: tensor for path in self.files for tensor in _tensors(path)}
-        found = {name: tensor for name, tensor in found.items() if not _CONSTANTS.search(name)}
         is_stacked = arch.experts is not None and any(STACKED.search(name) for name in found)
         tensors = self.table = file_tensors(arch, model_type, is_stacked)
         self.vocabulary = frozenset(tensor.name for tensor in tensors if tensor.has_vocabulary)
@@ -150,11 +149,13 @@ def _read(stored: HubTensor) -> Tensor:
 
 
 def _tensors(path: Path) -> Iterator[HubTensor]:
-    """Yield the tensors that the header of a file describes."""
+    """Yield the tensors that the header of a file describes, but for constants, which may be of any type."""
     try:
         retried(path, lambda: check_length(path))
         with safe_open(path, framework="pt") as handle:
             for name in handle.keys():  # noqa: SIM118 (a handle is no mapping)
+                if _CONSTANTS.search(name):
+                    continue
                 part = handle.get_slice(name)
                 dtype = _NAMES.get(part.get_dtype())
                 if dtype is None:

@@ -317,6 +317,7 @@ ROTARY_TYPES: Mapping[str, ModelType] = {
         },
         Windows(None),
         activation=("hidden_act", "gelu_pytorch_tanh", _PLAIN),
+        aliases={"activation_function": "hidden_act"},
     ),
     "nemotron": rotary_type(
         "Nemotron",
@@ -372,6 +373,7 @@ ROTARY_TYPES: Mapping[str, ModelType] = {
         {"norm_placement": "sandwich", "qk_layernorm": False},
         {"hidden_act": AllowedValues((_TANH, None), "the activation is hidden_activation's")},
         windows=Windows(4096, every(2)),
+        aliases={"sliding_window_size": "sliding_window"},
     ),
     "gemma3_text": _gemma_type(
         "Gemma3",

@@ -8,17 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from megatron3d.config.read import read_config
 from megatron3d.convert.conversion import ConversionRequest, from_hub, to_hub
+from megatron3d.convert.hub_weights import SINGLE, open_folder
 from megatron3d.data.tokenizers.tokenizer import build_tokenizer
 from megatron3d.errors import UserError
-from tests.support.hub_models import LLAMA, write_hub
+from tests.support.hub_models import HUB_FAMILIES, LLAMA, write_hub
 
 IDS: dict[str, tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any]]] = {
     "config": ({"bos_token_id": 1, "eos_token_id": 2}, None, {"bos_token_id": 1, "eos_token_id": 2}),
     "a list": ({"bos_token_id": 1, "eos_token_id": [2, 0]}, None, {"bos_token_id": 1, "eos_token_id": [2, 0]}),
     "generation": ({"bos_token_id": 1, "eos_token_id": 2}, {"eos_token_id": [3, 0]}, {"eos_token_id": [3, 0]}),
+    "no beginning": ({"eos_token_id": 2}, None, {"bos_token_id": None, "eos_token_id": 2, "pad_token_id": None}),
     "padding": ({"eos_token_id": 2, "pad_token_id": 0}, None, {"eos_token_id": 2, "pad_token_id": 0}),
 }
 
@@ -40,6 +44,7 @@ def test_token_ids_are_kept(name: str, tmp_path: Path) -> None:
     to_hub(ConversionRequest(tmp_path / "run", tmp_path / "back", with_transformers=False))
     for file in ("config.json", "generation_config.json"):
         said = json.loads((tmp_path / "back" / file).read_text())
+        assert file != "config.json" or said.keys() >= wanted.keys()
         assert {key: said.get(key) for key in wanted} == wanted
 
 
@@ -77,3 +82,13 @@ def test_a_weight_file_that_is_longer_than_its_header_says_is_refused(tmp_path: 
     os.truncate(hub / "model.safetensors", 2**40)
     with pytest.raises(UserError, match="its header describes"):
         from_hub(ConversionRequest(hub, tmp_path / "run"))
+
+
+def test_buffers_of_old_files_are_left_out(tmp_path: Path) -> None:
+    """Pythia's files have the causal mask of every layer."""
+    hub = write_hub(tmp_path / "hub", HUB_FAMILIES["gpt_neox"])
+    weights = load_file(hub / SINGLE)
+    mask = {"gpt_neox.layers.0.attention.bias": torch.ones(1, 1, 16, 16).bool().to(torch.uint8)}
+    mask["gpt_neox.layers.0.attention.masked_bias"] = torch.tensor(-1e9)
+    save_file({**weights, **mask}, hub / SINGLE, {"format": "pt"})
+    assert {tensor.name for tensor in open_folder(hub).weights.table} == weights.keys()

@@ -14,12 +14,13 @@ from tests.support.hub_models import HUB_FAMILIES
 # Fields without effect, or of older files, in folders that their authors published.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "gemma": {"hidden_act": "gelu", "hidden_activation": None},
-    "gemma2": {"hidden_act": "gelu_pytorch_tanh", "cache_implementation": "hybrid"},
+    "gemma2": {"hidden_act": "gelu_pytorch_tanh", "cache_implementation": "hybrid", "sliding_window_size": 5},
     "gpt_neox": {"attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0, "classifier_dropout": 0.1},
     "phi3": {"attention_bias": False, "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}},
     "qwen2": {"use_mrope": False},
     "smollm3": {"pretraining_tp": 2, "max_window_layers": 28},
     "starcoder2": {
+        "activation_function": "gelu_pytorch_tanh",
         "attention_softmax_in_fp32": True,
         "layer_norm_epsilon": 1e-5,
         "mlp_type": "default",
@@ -33,6 +34,7 @@ OTHERWISE: dict[str, dict[str, Any]] = {
     "phi3": {"attention_bias": True},
     "qwen2": {"use_mrope": True},
     "starcoder2": {"norm_type": "rms_norm"},
+    "gemma2": {"sliding_window_size": 4},
 }
 
 
