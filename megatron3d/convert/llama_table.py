@@ -53,6 +53,7 @@ WHOLE_PRODUCTS = {"pretraining_tp": AllowedValues((1, None), "its products are n
 NO_CLIPPING = {"clip_qkv": AllowedValues((None,), "queries, keys and values are not clipped")}
 NO_BIAS = {"add_bias_linear": False, "add_qkv_bias": False, "add_mlp_bias": False}
 LAYER_NORM = {"normalization": "LayerNorm", "qk_layernorm": False}
+_NEIGHBOURS = {"rotary_interleaved": True, "qk_layernorm": False}
 _GATES = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh"}
 _PLAIN = {**dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast"), "gelu_tanh"), "gelu": "gelu", "relu": "relu"}
 
@@ -353,6 +354,27 @@ ROTARY_TYPES: Mapping[str, ModelType] = {
         activation=("hidden_act", "gelu", {"gelu": "gelu", **_PLAIN}),
         body="gpt_neox.",
         aliases={"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
+    ),
+    "glm4": rotary_type(
+        "Glm4",
+        rotary_fields(
+            (40, 4096, 13696, 32, 2, 128, 131072, 151552),
+            norm_epsilon=1.5625e-07,
+            rotary_percent=0.5,
+            add_qkv_bias=FieldMapping(("attention_bias",), True, write=lambda arch: arch.has_qkv_bias),
+        ),
+        {**_NEIGHBOURS, "add_bias_linear": False, "add_mlp_bias": False, "norm_placement": "sandwich"},
+    ),
+    "ernie4_5": rotary_type(
+        "Ernie4_5",
+        rotary_fields(
+            (18, 1024, 3072, 16, 2, 128, 131072, 103424),
+            norm_epsilon=1e-5,
+            rotary_base=500000.0,
+            tie_embeddings=True,
+            add_bias_linear=FieldMapping(("use_bias",), False),
+        ),
+        _NEIGHBOURS,
     ),
     "gemma": _gemma_type(
         "Gemma",

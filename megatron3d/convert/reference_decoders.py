@@ -23,6 +23,7 @@ class Decoder:
         scale: field of the number whose inverse root multiplies the scores.
         local_base: rotary base of layers with a window, where they have one of their own.
         is_latent: keys and values come from a latent.
+        turns_neighbours: channels 2i and 2i + 1 of a head are rotated together.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -37,6 +38,7 @@ class Decoder:
     scale: str = ""
     local_base: str = ""
     is_latent: bool = False
+    turns_neighbours: bool = False
 
 
 _OLMO = Decoder({"eps": 1e-5}, norm="plain layer", epsilon="eps")
@@ -133,6 +135,18 @@ DECODERS: Mapping[str, Decoder] = {
         has_bias=("attention_bias", False, False),
     ),
     "olmoe": Decoder({"rms_norm_eps": 1e-5}, head_norms="projection"),
+    "glm4": Decoder(
+        {"num_key_value_heads": 2, "rms_norm_eps": 1.5625e-07, "partial_rotary_factor": 0.5, "attention_bias": True},
+        after=("post_self_attn_layernorm", "post_mlp_layernorm"),
+        mlp=("", "gate_up_proj", "down_proj"),
+        has_bias=("attention_bias", False, False),
+        turns_neighbours=True,
+    ),
+    "ernie4_5": Decoder(
+        {"num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": True},
+        has_bias=("use_bias", "use_bias", "use_bias"),
+        turns_neighbours=True,
+    ),
     "gemma": replace(_GEMMA, defaults={**_GEMMA.defaults, "num_key_value_heads": 16}),
     "gemma2": replace(
         _LATER_GEMMA,

@@ -31,8 +31,11 @@ _ACTIVATIONS: Mapping[str, Activation] = {
 }
 
 
-def _rotated(x_BNSD: Tensor, hf: HubConfig, local_base: str) -> Tensor:
-    """Rotate channels i and i + R/2 of the first R of each head, as real and imaginary parts."""
+def _rotated(x_BNSD: Tensor, hf: HubConfig, local_base: str, turns_neighbours: bool = False) -> Tensor:
+    """Rotate channels i and i + R/2 of the first R of each head, as real and imaginary parts.
+
+    Neighbours are put there first where they turn together: scores do not depend on the order of channels.
+    """
     described = _table(hf, "rope_parameters")
     if local_base:
         local = _table(described, "sliding_attention")
@@ -46,7 +49,10 @@ def _rotated(x_BNSD: Tensor, hf: HubConfig, local_base: str) -> Tensor:
     rates, scale = _rotary_rates(hf, size)
     angles = torch.outer(torch.arange(x_BNSD.shape[2]), torch.tensor(rates, dtype=torch.float64))
     turn = torch.polar(torch.tensor(scale, dtype=torch.float64), angles)
-    turned = torch.complex(*x_BNSD[..., :size].chunk(2, dim=-1)) * turn
+    halves = (
+        x_BNSD[..., :size].unflatten(-1, (-1, 2)).unbind(-1) if turns_neighbours else x_BNSD[..., :size].chunk(2, -1)
+    )
+    turned = torch.complex(*halves) * turn
     return torch.cat((turned.real, turned.imag, x_BNSD[..., size:]), dim=-1)
 
 
@@ -307,7 +313,7 @@ class _Decoding:
         heads = _int(hf, "num_attention_heads", 32)
         groups = _int(hf, "num_key_value_heads", heads)
         size = _int(hf, "head_dim", _int(hf, "hidden_size", 4096) // heads)
-        if kind.mlp[1] == "gate_up_proj":
+        if _first(self.weights, f"{name}.qkv_proj.weight") is not None:
             qkv = self.linear(x, f"{name}.qkv_proj", self.in_qkv)
             parts = list(qkv.split([heads * size, groups * size, groups * size], dim=2))
         else:
@@ -320,7 +326,7 @@ class _Decoding:
         window = _int(hf, "sliding_window", 0) if hf.get("use_sliding_window", True) else 0
         slides = bool(window) and _is_sliding(hf, layer)
         if _is_rotated(hf, layer):
-            q, k = (_rotated(part, hf, kind.local_base if slides else "") for part in (q, k))
+            q, k = (_rotated(part, hf, kind.local_base if slides else "", kind.turns_neighbours) for part in (q, k))
         k, v = (part.repeat_interleave(heads // groups, dim=1) for part in (k, v))
         scale = _float(hf, kind.scale, size) ** -0.5 if kind.scale else _float(hf, "attention_multiplier", size**-0.5)
         cap = _float(hf, "attn_logit_softcapping", 0.0)

@@ -88,6 +88,10 @@ _PHI3 = _layer("""
     self_attn.q_proj; self_attn.k_proj; self_attn.v_proj; self_attn.qkv_proj attention.q attention.k attention.v
     mlp.gate_proj; mlp.up_proj; mlp.gate_up_proj mlp.gate mlp.up
 """)
+_GLM4 = _layer("""
+    mlp.gate_proj; mlp.up_proj; mlp.gate_up_proj mlp.gate mlp.up
+    post_self_attn_layernorm attention_output_norm; post_mlp_layernorm mlp_output_norm
+""")
 _STARCODER2 = _layer("mlp.gate_proj; mlp.up_proj; mlp.down_proj; mlp.c_fc mlp.up; mlp.c_proj mlp.fc2")
 _EXPERTS = _mlp("experts.{e}", "experts.{e}")
 _ROUTER = _layer("mlp.gate mlp.router")
@@ -159,6 +163,8 @@ MODULES: Mapping[str, Modules] = {
     "gpt_oss": _modules(_GPT_OSS),
     "qwen2_moe": _modules(_ROUTER, _GATED_SHARED, _EXPERTS),
     **dict.fromkeys(("qwen3_moe", "olmoe"), _modules(_HEAD_NORMS, _ROUTER, _EXPERTS)),
+    "glm4": _modules(_GLM4),
+    "ernie4_5": _LLAMA,
     "gemma": _LLAMA,
     "gemma2": _modules(_OUTPUT_NORMS, _INPUT_NORM_OF_MLP),
     "gemma3_text": _modules(_HEAD_NORMS, _OUTPUT_NORMS, _INPUT_NORM_OF_MLP),

@@ -135,6 +135,8 @@ HUB_FAMILIES: dict[str, dict[str, Any]] = {
     },
     "starcoder2": {**_ODD, "hidden_size": 60, "sliding_window": 7, **_ROPE},
     "nemotron": {**_ODD, "head_dim": 10, "attention_bias": True, "mlp_bias": True, **_PARTIAL},
+    "glm4": {**_ODD, "head_dim": 10, "attention_bias": True, **_PARTIAL},
+    "ernie4_5": {**_ODD, "head_dim": 10, "use_bias": True, "tie_word_embeddings": False, **_ROPE},
     "gemma": {**_ODD, "head_dim": 10, "attention_bias": True, **_ROPE},
     "gpt_neox": {
         "vocab_size": 37,
