@@ -5,6 +5,7 @@
 2SEND_F3  send the output of stage 2 to 3      3RECV_F3  receive it on stage 3
 2SEND_B3  send the dgrad of stage 2 to 1       1RECV_B3  receive it on stage 1
 2REDUCE_GRAD  reduce the weight gradients of stage 2 over the data axis
+(0F3;1B2)OVERLAP_F_B  a forward and a backward, of which torch's runtime too starts the second after the first
 """
 
 from __future__ import annotations
@@ -59,6 +60,10 @@ RankOfStage = Callable[[int, int], int]
 
 _KINDS = "|".join(sorted((kind.value for kind in ActionKind), key=len, reverse=True))
 _TEXT = re.compile(rf"([0-9]{{1,18}})({_KINDS})([0-9]{{0,18}})")
+_PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
+
+
+_OVERLAPPED = ({ActionKind.F, ActionKind.B}, {ActionKind.F, ActionKind.I})
 
 
 def parse_action(text: str) -> Action:
@@ -67,6 +72,20 @@ def parse_action(text: str) -> Action:
     if match is None or (match[2] == ActionKind.REDUCE.value) != (match[3] == ""):
         raise ValueError(f"{shorten(text)!r} is no action such as 0F3, 1I2, 1W2 or 0B1: stage, kind, microbatch")
     return Action(ActionKind(match[2]), int(match[1]), int(match[3]) if match[3] else None)
+
+
+def parse_cell(text: str) -> tuple[Action, ...]:
+    """Parse a cell of a schedule: an action, or the two of `(0F1;1B0)OVERLAP_F_B` in their order.
+
+    Raises ValueError where `text` is neither.
+    """
+    pair = _PAIR.fullmatch(text.strip())
+    if pair is None:
+        return (parse_action(text),)
+    actions = parse_action(pair[1]), parse_action(pair[2])
+    if {action.kind for action in actions} not in _OVERLAPPED:
+        raise ValueError(f"{shorten(text)!r} is no forward with a backward; write (0F1;1B0)OVERLAP_F_B, or two cells")
+    return actions
 
 
 def rank_in_loop(stage: int, num_ranks: int) -> int:

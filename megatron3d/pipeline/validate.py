@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 
 from megatron3d.errors import UserError
-from megatron3d.pipeline.actions import COMPUTATIONS, Action, ActionKind, Schedule, completed_by, parse_action
+from megatron3d.pipeline.actions import COMPUTATIONS, Action, ActionKind, Schedule, completed_by, parse_cell
 from megatron3d.pipeline.simulate import Deadlock, execution_order
 from megatron3d.runtime.arguments import MAX_SCHEDULE_SIZE, read_limited
 from megatron3d.runtime.files import write_text
@@ -22,6 +22,8 @@ MAX_SCHEDULE_BYTES = 60 * MAX_SCHEDULE_SIZE
 
 def read_schedule(path: Path) -> Schedule:
     """Read a schedule from a CSV file: a row per rank, a cell per action, empty cells ignored (torch's compute_only).
+
+    A cell of torch's OVERLAP_F_B, which its DualPipeV has, is two actions.
 
     Raises UserError with the file, the rank and the cell where the file cannot be read or the schedule cannot run.
     """
@@ -51,14 +53,15 @@ def _cells(row: list[str], where: str, bad: list[str]) -> Iterator[Action]:
         if not cell.strip():
             continue
         try:
-            action = parse_action(cell)
+            actions = parse_cell(cell)
         except ValueError as error:
             bad.append(f"{where}, cell {column}: {error}")
             continue
-        if action.kind in COMPUTATIONS:
-            yield action
+        if transfers := [action for action in actions if action.kind not in COMPUTATIONS]:
+            rule = "is no computation; leave it out, send/recv are added later"
+            bad.append(f"{where}, cell {column}: {transfers[0]} {rule}")
         else:
-            bad.append(f"{where}, cell {column}: {action} is no computation; leave it out, send/recv are added later")
+            yield from actions
 
 
 def execution_problems(schedule: Schedule) -> list[str]:

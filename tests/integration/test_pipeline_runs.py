@@ -21,6 +21,7 @@ from megatron3d.runtime import process
 from megatron3d.runtime.program import StartupPhases
 from megatron3d.train.build import build_run
 from tests.support.checkpoints import save_state
+from tests.support.dependencies import dual_pipe_v
 from tests.support.pool import Pool
 from tests.support.tiny_run import evaluations, in_run, launch_ranks, run, run_as_rank, steps, stored, write_config
 
@@ -101,6 +102,21 @@ def test_any_pipeline_continues_any_other(config: Path, pool: Pool, tmp_path: Pa
     got, expected = (stored(tmp_path / name, 8) for name in ("run", "whole"))  # type: ignore[assignment]
     assert got.keys() == expected.keys()  # type: ignore[union-attr]
     assert {name: error for name in expected if (error := distance(got[name], expected[name])) > TOLERANCE} == {}  # type: ignore[call-overload]
+
+
+def test_torchs_dual_pipe_v_equals_one_process(config: Path, pool: Pool, tmp_path: Path) -> None:
+    """The file that torch's DualPipeV writes, with its overlapped forwards and backwards, trains 4 steps on 2 ranks."""
+    settings = [*MODEL, "train.precision=fp64", "train.train_iters=4"]
+    file = tmp_path / "dual_pipe_v.csv"
+    file.write_text("\n".join(map(",".join, dual_pipe_v(2, 4))))
+    assert run(config, *settings, *in_run(f"{tmp_path}/alone")).code == ExitCode.DONE
+    asked = [*settings, *in_run(f"{tmp_path}/run"), *pipeline(2, "file", f"pipeline_schedule_file={file}")]
+    assert pool.run(run_as_rank, 2, config, [asked]) == [[ExitCode.DONE]] * 2
+    for row, other in zip(steps(tmp_path / "run"), steps(tmp_path / "alone"), strict=True):
+        assert row == pytest.approx(other, rel=TOLERANCE, abs=0)
+    got, expected = (stored(tmp_path / name, 4) for name in ("run", "alone"))
+    assert got.keys() == expected.keys()
+    assert {name: error for name in expected if (error := distance(got[name], expected[name])) > TOLERANCE} == {}
 
 
 def distance(one: torch.Tensor, other: torch.Tensor) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from megatron3d.errors import UserError
 from megatron3d.pipeline.actions import Schedule, parse_action
 from megatron3d.pipeline.schedules import SCHEDULES, build_schedule
 from megatron3d.pipeline.validate import MAX_PROBLEMS, execution_problems, read_schedule, write_schedule
+from tests.support.dependencies import dual_pipe_v
 
 
 def parse(*rows: str) -> Schedule:
@@ -98,13 +100,28 @@ def test_idle_cells_and_blank_last_lines_are_skipped(tmp_path: Path) -> None:
     assert read_schedule(path) == parse("0F0 0B0", "1F0 1B0")
 
 
+@pytest.mark.parametrize(("p", "m"), [(1, 2), (2, 4), (2, 7), (4, 8), (4, 10)])
+def test_torchs_overlapped_forwards_and_backwards_are_read(p: int, m: int, tmp_path: Path) -> None:
+    """Every pair of torch's DualPipeV is a forward and then a backward, the order in which torch starts them."""
+    path = tmp_path / "schedule.csv"
+    rows = dual_pipe_v(p, m)
+    path.write_text("\n".join(map(",".join, rows)))
+    assert any("OVERLAP_F_B" in cell for row in rows for cell in row)
+    separate = ([re.sub(r"\((.*);(.*)\)OVERLAP_F_B", r"\1 \2", cell) for cell in row] for row in rows)
+    assert read_schedule(path) == parse(*map(" ".join, separate))
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (b"", "there are no actions"),
         (b"0F0,0Q0\n", "rank 0, cell 2: '0Q0' is no action such as 0F3"),
         (b"0F0,0SEND_F0,0B0\n1RECV_F0,1F0,1B0", "rank 0, cell 2: 0SEND_F0 is no computation; leave it out"),
-        (b"0F0,(0F1;0B0)OVERLAP_F_B\n", "rank 0, cell 2: '(0F1;0B0)OVERLAP_F_B' is no action"),
+        (b"0F0,(0F1;0B0)OVERLAP_F_B\n", "rank 0: 0I1 or 0B1 is missing"),
+        (b"0F0,(0F1;0W0)OVERLAP_F_B\n", "rank 0, cell 2: '(0F1;0W0)OVERLAP_F_B' is no forward with a backward"),
+        (b"0F0,(0F1)OVERLAP_F_B\n", "rank 0, cell 2: '(0F1)OVERLAP_F_B' is no action such as 0F3"),
+        (b"0F0,(0SEND_F0;0B0)OVERLAP_F_B\n", "rank 0, cell 2: '(0SEND_F0;0B0)OVERLAP_F_B' is no forward"),
+        (b"0F0,((0F1;0B0)OVERLAP_F_B;0B1)OVERLAP_F_B\n", "rank 0, cell 2: '((0F1;0B0)OVERLAP_F_B"),
         (b"0F0\n", "rank 0: 0I0 or 0B0 is missing"),
         (b"\xff\xfe0", "cannot be read"),
         (b"0F99999999999,0B99999999999\n", "microbatch 0 is missing"),
