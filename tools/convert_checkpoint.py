@@ -1,6 +1,7 @@
 """Convert checkpoints to and from Hugging Face: `convert_checkpoint.py {from-hf,to-hf} --input FOLDER --output FOLDER`.
 
 `config --input FOLDER --output FILE` writes the configuration of a run that starts from a Hugging Face folder as it is.
+`to-dcp --input RUN --output FOLDER` writes all tensors of a checkpoint for torch.distributed.checkpoint.
 
 Tensors are converted one by one.  EQUAL is printed after our GPT and the Hugging Face model have computed the same
 logits for stored inputs.  Exit codes: 0 converted, 1 the logits differ, 2 wrong input; 1 and 2 write nothing.
@@ -27,17 +28,19 @@ from megatron3d.convert.conversion import (
 )
 from megatron3d.convert.family_table import MODEL_TYPES
 from megatron3d.convert.hub_weights import DTYPES
+from megatron3d.convert.torch_checkpoint import to_torch
 from megatron3d.data.tokenizers.tokenizer import TOKENIZER_TYPES
 from megatron3d.errors import UserError
 from megatron3d.runtime.arguments import ToolParser, shorten, whole
 from megatron3d.runtime.program import run_tool
 
-CONFIG = "config"
-_DIRECTIONS = {"from-hf": from_hub, "to-hf": to_hub, CONFIG: write_start}
+CONFIG, TO_TORCH = "config", "to-dcp"
+_DIRECTIONS = {"from-hf": from_hub, "to-hf": to_hub, CONFIG: write_start, TO_TORCH: to_torch}
 _USED_BY = {
     "seq_length": ("from-hf", CONFIG),
     "max_shard_size": ("to-hf",),
     "model_type": ("to-hf",),
+    "tokenizer_type": ("from-hf", "to-hf", CONFIG),
     "dtype": ("from-hf", "to-hf"),
     "without_transformers": ("from-hf", "to-hf"),
     "without_logits": ("from-hf", "to-hf"),
@@ -125,7 +128,7 @@ def convert(args: argparse.Namespace) -> None:
     report = _DIRECTIONS[args.direction](request)
     for note in report.notes:
         print(f"> {note}")
-    if args.direction == CONFIG:
+    if args.direction in (CONFIG, TO_TORCH):
         print(f"WRITTEN: {args.output}")
         return
     if args.without_logits:

@@ -190,6 +190,17 @@ def read_index(folder: Path) -> Index:
     return index
 
 
+def refuse_torch_folder(folder: Path) -> None:
+    """Raise UserError where a folder, or the iteration in it, is of torch.distributed.checkpoint, as Megatron-LM's."""
+    for path in (folder / ".metadata", *folder.glob("iter_*/.metadata")):
+        if path.is_file():
+            raise UserError(
+                f"checkpoint {path.parent} is of torch.distributed.checkpoint (--ckpt-format torch_dist of Megatron-LM), whose "
+                "metadata is a pickle and is not read; export it to Hugging Face with the tools of what wrote it, then "
+                "python tools/convert_checkpoint.py from-hf --input HF --output RUN"
+            )
+
+
 def _content(folder: Path) -> bytes:
     path = folder / FILE_NAME
 
@@ -203,6 +214,7 @@ def _content(folder: Path) -> bytes:
     try:
         return retried(path, read)
     except FileNotFoundError:
+        refuse_torch_folder(folder)
         what = f"is not a {FORMAT}: it has no {FILE_NAME}" if folder.is_dir() else "does not exist"
         raise UserError(f"checkpoint {folder} {what}; give the folder of a run or one of its iter_ folders") from None
     except OSError as error:

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from megatron3d.checkpoint.index import FILE_NAME
+from megatron3d.checkpoint.index import FILE_NAME, refuse_torch_folder
 from megatron3d.config.schema import CheckpointConfig
 from megatron3d.config.validate.files import NON_PERSISTENT, TRACKER
 from megatron3d.errors import UserError, is_machine_fault
@@ -239,6 +239,7 @@ def resolve(load: Path) -> Path:
         return load
     found = latest(load)
     if found is None:
+        refuse_torch_folder(load)
         where = f"there is neither {TRACKER} nor {FILE_NAME}" if load.is_dir() else "there is no such folder"
         raise UserError(f"checkpoint.load={load}: {where}; {_available(load)}")
     return found

@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron3d.checkpoint.index import Index, Meta, StoredBox, StoredTensor
+from megatron3d.checkpoint.index import Index, Meta, StoredBox, StoredTensor, refuse_torch_folder
 from megatron3d.checkpoint.pieces import dtype_name
 from megatron3d.checkpoint.read import BoxFile, check_length
 from megatron3d.config.model_defaults import resolve_architecture
@@ -279,6 +279,7 @@ def open_folder(folder: Path, seq_length: int | None = None) -> HubFolder:
 
     Raises UserError with every field of config.json that our model cannot represent, or every problem of the files.
     """
+    refuse_torch_folder(folder)
     settings = read_json(source_file(folder, "config.json"))
     code = refuse_code(folder, settings)
     model, absent = without_absent_modules(folder, read_settings(settings, seq_length))
