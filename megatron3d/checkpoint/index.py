@@ -195,7 +195,7 @@ def refuse_torch_folder(folder: Path) -> None:
     for path in (folder / ".metadata", *folder.glob("iter_*/.metadata")):
         if path.is_file():
             raise UserError(
-                f"checkpoint {path.parent} is of torch.distributed.checkpoint (--ckpt-format torch_dist of Megatron-LM), whose "
+                f"checkpoint {path.parent} is of torch.distributed.checkpoint (torch_dist of Megatron-LM), whose "
                 "metadata is a pickle and is not read; export it to Hugging Face with the tools of what wrote it, then "
                 "python tools/convert_checkpoint.py from-hf --input HF --output RUN"
             )

@@ -4,7 +4,7 @@
     folder/.metadata       a pickle: shape and dtype of each tensor, and where its bytes are
 
 The pickle is written opcode by opcode: each object calls its class, so that any version of torch rebuilds its own
-(opcodes: Python's `pickletools`; classes: torch/distributed/checkpoint/metadata.py and filesystem.py).
+(opcodes: Python's `pickletools`; classes: `torch.distributed.checkpoint.metadata` and `.filesystem`).
 """
 
 from __future__ import annotations

@@ -23,5 +23,5 @@ def dependencies(action: Action, num_stages: int) -> tuple[Action, ...]:
 def dual_pipe_v(num_ranks: int, num_microbatches: int) -> list[list[str]]:
     """Return the cells of each rank of torch's DualPipeV, as its schedules are written to CSV files."""
     torchs = SimpleNamespace(pp_group_size=num_ranks, _n_microbatches=num_microbatches)
-    rows = (ScheduleDualPipeV._calculate_single_rank_operations(torchs, rank) for rank in range(num_ranks))  # type: ignore[arg-type]
+    rows = (ScheduleDualPipeV._calculate_single_rank_operations(torchs, rank) for rank in range(num_ranks))
     return [["" if action is None else str(action) for action in row] for row in rows]

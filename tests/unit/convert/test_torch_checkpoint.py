@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, load
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from megatron3d.checkpoint.store import Piece, save
 from megatron3d.parallel.mesh import Mesh
@@ -54,7 +55,7 @@ def test_the_code_of_the_page_loads_every_bit(run: Path, tmp_path: Path) -> None
     assert convert(run, target) == 0
     (shown,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "checkpoints.md").read_text(), re.DOTALL)
     found: dict[str, dict[str, Tensor]] = {}
-    exec(shown.replace("runs/one-dcp", str(target)), found)  # type: ignore[arg-type]
+    exec(shown.replace("runs/one-dcp", str(target)), found)
     assert {name: (each.dtype, bits(each)) for name, each in found["state"].items()} == {
         name: (each.dtype, bits(each)) for name, each in TENSORS.items()
     }
