@@ -19,8 +19,17 @@ import torch.distributed as dist
 from common.report import show, write
 from torch.multiprocessing.spawn import start_processes
 
-from megatron3d.checkpoint.index import FILE_NAME, Index, StoredBox, StoredTensor, merge_tensors, pack, unpack
-from megatron3d.checkpoint.read import read_index, read_index_on_all_ranks
+from megatron3d.checkpoint.index import (
+    FILE_NAME,
+    Index,
+    StoredBox,
+    StoredTensor,
+    merge_tensors,
+    pack,
+    read_index,
+    unpack,
+)
+from megatron3d.checkpoint.read import read_index_on_all_ranks
 from megatron3d.comm.objects import StoreObjects, on_rank_0
 from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.parallel.matmul_plan import ring
