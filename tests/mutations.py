@@ -107,8 +107,8 @@ MUTATIONS = [
     Mutation(
         "torch recomputes a layer as a whole in predictions",
         "forecast/time/layer.py",
-        "GEMMS: -linears.times[last].gemm_s",
-        "GEMMS: 0.0 * linears.times[last].gemm_s",
+        "GEMMS: -self.linears[last].gemm_s",
+        "GEMMS: 0.0 * self.linears[last].gemm_s",
         ("tests/unit/forecast/time/test_recomputation.py",),
     ),
     Mutation(
@@ -323,8 +323,8 @@ MUTATIONS = [
     Mutation(
         "shared experts hide tokens twice as long as their GEMMs take",
         "forecast/time/layer.py",
-        "*others.all(False)",
-        "*others.all(False, 2)",
+        "plus(self._sent(operation, operation.sent, False))",
+        "plus(self._sent(operation, operation.sent, False, 2))",
         ("tests/unit/forecast/time/test_expert_layer.py",),
     ),
     Mutation(

@@ -28,7 +28,7 @@ from megatron3d.linear.overlap_plan import TPOverlap
 from megatron3d.model.group_plan import communication_axes, pipeline_links
 from megatron3d.model.spec import CORE_ATTN, UNIFORM, Architecture, Recompute
 from megatron3d.model.stage_plan import divide, make_stages
-from megatron3d.ops.plan import GPU_LOSS_CHUNK, LossChunk
+from megatron3d.ops.plan import CPU_LOSS_CHUNK, GPU_LOSS_CHUNK, LossChunk
 from megatron3d.parallel.layout import Sharding, bucket_bytes
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.modes import MODES, build_mode
@@ -99,7 +99,7 @@ class RunSpec:
             return LossChunk(train.loss_chunk_tokens)
         if train.loss_chunk_mb is not None:
             return LossChunk(num_bytes=train.loss_chunk_mb * 2**20)
-        return GPU_LOSS_CHUNK if on_gpu else LossChunk()
+        return GPU_LOSS_CHUNK if on_gpu else CPU_LOSS_CHUNK
 
     def compiles(self, on_gpu: bool) -> bool:
         """Return whether layers are compiled: as configured, by default on GPUs only."""

@@ -26,6 +26,7 @@ from megatron3d.model.spec import (
     keys_seen,
     layer_counts,
 )
+from megatron3d.ops.plan import CPU_LOSS_CHUNK, LossChunk, token_moves
 from megatron3d.parallel.layout import span
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Axes, Mesh
@@ -131,6 +132,7 @@ class LocalSizes:
         masks_documents: attention is masked between documents; `resets_positions`: positions restart at each document.
         layer: layer that kinds of layers are taken from; `documents`: where documents begin in typical sequences.
         expert_load: rows of this rank's experts, in multiples of those of a balanced load.
+        loss_chunk: largest chunk of tokens whose logits exist at a time.
     """
 
     arch: Architecture
@@ -147,6 +149,7 @@ class LocalSizes:
     narrow_wgrad: bool = False
     documents: tuple[tuple[int, ...], ...] | None = None
     expert_load: float = 1.0
+    loss_chunk: LossChunk = CPU_LOSS_CHUNK
 
     @cached_property
     def listed(self) -> dict[str, Any]:
@@ -213,6 +216,14 @@ class LocalSizes:
         """Matmul of the LM head."""
         arch = self.arch
         return self._matmul(LinearSize(True, arch.hidden_size, {"head": arch.padded_vocab_size}))
+
+    @cached_property
+    def chunk_rows(self) -> tuple[int, int]:
+        """Rows of this rank in a chunk of `ops/cross_entropy.py`, and the ranks whose rows are gathered."""
+        plan = self.mode.expand.on(self.mesh)
+        token_bytes = self.part(self.arch.padded_vocab_size, plan.n) * self.wide
+        rows = self.loss_chunk.rows(self.tokens, token_bytes, plan, self.mesh)
+        return min(rows, self.tokens), self.mesh.size(token_moves(plan)[0])
 
     def _matmul(self, linear: LinearSize) -> LocalMatmul:
         plan, m, k = linear.plan(self.mode).on(self.mesh), self.num_tokens, linear.num_inputs

@@ -32,10 +32,20 @@ class Stored(NamedTuple):
 
 
 class MemoryKernel(NamedTuple):
-    """Memory-bound kernel: its kind, a field of `ExecutionProfile`, and the elements of the tensor that it reads."""
+    """Memory-bound kernel: its kind, which `ExecutionProfile` knows, the elements that it reads, and its launches."""
 
     kind: str
     elements: float
+    launches: int = 1
+
+
+class KernelBytes(NamedTuple):
+    """Bytes that memory-bound kernels move in forward and in backward, and the number of the kernels of both."""
+
+    forward: float
+    backward: float
+    num_forward: int
+    num_backward: int
 
 
 class LocalGemm(NamedTuple):
@@ -76,10 +86,13 @@ class Operation:
         once: what forward finds and the recomputation of a whole layer does not find again.
         module: module that activation recomputation may choose, which this is a part of.
         result: what is kept where its module is recomputed, which leaves it out; None: it is recomputed as well.
+        moves: bytes of further memory-bound kernels.
         matmul, has_bias: its linear.
+        chunks: chunks of tokens of a linear whose forward computes dgrad and wgrad as well; 0: backward does. Nothing
+            overlaps with the collectives of such a forward, which are `sent`.
         gemms: its GEMMs where it is no linear; `is_deferred`: their wgrad may be deferred.
         flops, backward_flops: of all of its GEMMs.
-        sent, sent_back: collectives of forward and of backward; of a linear they follow from its plan.
+        sent, sent_back: collectives of forward and of backward; of other linears they follow from the plan.
         sent_in_layer, sent_in_module: those of a forward that is recomputed with its layer, or with its module, whose
             result may be kept; None: as `sent`.
         hidden, hidden_back: those of both that run next to the operations `behind`, if the profile has `hides_if`.
@@ -95,8 +108,10 @@ class Operation:
     module: str | None = None
     result: Sequence[Stored] | None = None
     kernels: Sequence[MemoryKernel] = ()
+    moves: Sequence[KernelBytes] = ()
     matmul: LocalMatmul | None = None
     has_bias: bool = False
+    chunks: int = 0
     gemms: Sequence[LocalGemm] = ()
     is_deferred: bool = False
     scores: Scores | None = None

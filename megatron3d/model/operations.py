@@ -17,6 +17,7 @@ from megatron3d.model.linear_spec import MTP_LINEARS
 from megatron3d.model.local_sizes import LocalSizes
 from megatron3d.model.operation import (
     INDEX,
+    KernelBytes,
     MemoryKernel,
     Operation,
     Stored,
@@ -28,7 +29,7 @@ from megatron3d.model.operation import (
 )
 from megatron3d.model.spec import rotaries
 from megatron3d.ops.plan import relayout_traffic
-from megatron3d.parallel.matmul_plan import flows
+from megatron3d.parallel.matmul_plan import Traffic, flows, ring
 
 OPERATIONS = "operations"
 
@@ -71,24 +72,64 @@ def embedding_operations(local: LocalSizes) -> list[Operation]:
     arch, plan = local.arch, local.mode.embed
     sent = flows(plan, local.mesh, local.num_tokens, arch.hidden_size, arch.padded_vocab_size, local.itemsize)
     live = plan.on(local.mesh)
-    saves = [Stored("embedding", "rows", local.part(local.num_tokens, live.m) * (INDEX + 1 if live.k else INDEX))]
+    rows = local.part(local.num_tokens, live.m)
+    saves = [Stored("embedding", "rows", rows * (INDEX + 1 if live.k else INDEX))]
     # Positions that restart are a view of a kept tensor.
     if arch.position_embedding_type == "learned_absolute" and not local.resets_positions:
         saves.append(Stored("embedding", "positions", local.tokens * INDEX))
     table = Operation(
         name="embedding",
+        reads=(Stored("embedding", "tokens", rows * INDEX),),
+        writes=(Stored("embedding", "output", local.residual),),
         saves=saves,
+        moves=(_embedding_bytes(local, rows),),
         sent=(*sent.gather_w, *sent.reduce_y),
         sent_back=(*sent.gather_dy, *sent.reduce_dw),
     )
     return [table, *dropout(local, "embedding_dropout")]
 
 
+def _embedding_bytes(local: LocalSizes, rows: int) -> KernelBytes:
+    """Return what the lookup moves, and its backward, which accumulates rows in fp32."""
+    plan, size = local.mode.embed, local.itemsize
+    features, table = local.part(local.arch.hidden_size, plan.n), local.part(local.arch.padded_vocab_size, plan.k)
+    backward = rows * (2 * size + 4 + 8) + table * (4 + 4 + size)
+    return KernelBytes(4 * rows * features * size, backward * features, 4, 5)
+
+
 def head_operations(local: LocalSizes) -> list[Operation]:
-    """Return the final norm and the LM head, whose forward computes its dgrad and keeps it; `forecast/` has its GEMMs,
-    which take chunks of tokens."""
-    normed = stream_norm(local, "final_norm", Stored("final_norm", "input", local.residual))
-    return [normed, Operation(name="head", saves=(Stored("head", "gradient of its input", local.residual),))]
+    """Return the final norm, the LM head and the loss.
+
+    Each chunk of tokens has its logits, loss, dgrad and wgrad before the next one, all in forward, which keeps the
+    dgrad; the weight is gathered, and dW reduced, once.
+    """
+    normed, matmul = stream_norm(local, "final_norm", Stored("final_norm", "input", local.residual)), local.head_matmul
+    mesh, plan = local.mesh, matmul.plan
+    rows, gathered = local.chunk_rows
+    vocabulary = mesh.nontrivial(plan.y_layout[1])
+    whole = flows(plan, mesh, *matmul[1:4], local.itemsize, wgrad_itemsize=local.wgrad_itemsize)
+    scattered = mesh.size(axis for axis, dim in plan.dy.items() if dim == "M")
+    sent, sums = [*whole.gather_w, *whole.reduce_dw], list[Traffic]()
+    for start in range(0, local.tokens, rows):
+        here = min(rows, local.tokens - start) * gathered
+        each = flows(plan, mesh, here * mesh.size(plan.m), matmul.n, matmul.k, local.itemsize)
+        sent += each.gather_x + each.reduce_y + each.gather_dy + each.reduce_dx
+        logits = here // scattered * local.wide
+        sums += [ring("all_reduce", vocabulary, count * logits, mesh) for count in (1, 2) if vocabulary]
+    chunks, flops = -(-local.tokens // rows), matmul.flops(mesh)
+    head = Operation(
+        name="head",
+        reads=(normed.output,),
+        writes=(Stored("head", "logits", matmul.y * local.wide),),
+        saves=(Stored("head", "gradient of its input", local.residual),),
+        matmul=matmul,
+        chunks=chunks,
+        flops=flops,
+        backward_flops=2 * flops,
+        sent=sent,
+    )
+    loss = Operation(name="loss", reads=head.writes, kernels=(MemoryKernel("loss", matmul.y, chunks),), sent=sums)
+    return [normed, head, loss]
 
 
 def ahead_operations(local: LocalSizes) -> list[Operation]:

@@ -55,7 +55,9 @@ def _round_up(size: int, step: int) -> int:
     return -(-size // step) * step
 
 
-GPU_LOSS_CHUNK = LossChunk(num_bytes=2**30)
+CPU_LOSS_CHUNK, GPU_LOSS_CHUNK = LossChunk(), LossChunk(num_bytes=2**30)
+# Of a framework that computes all logits of a microbatch at once.
+WHOLE_LOSS = LossChunk(tokens=2**62)
 
 
 def token_moves(plan: MatmulPlan) -> tuple[Axes, Axes]:

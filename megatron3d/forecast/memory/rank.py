@@ -371,7 +371,7 @@ def transient_peaks(step: StepSpec) -> dict[str, int]:
     if is_ahead or any(stage.has_embedding for stage in stages):
         found["backward of the embedding"] = embedding_peak(local)
     if any(stage.has_head for stage in stages):
-        found |= head_peaks(step)
+        found |= head_peaks(step.local)
     if step.shards(2):
         sizes = [piece.size for piece in flat_buffer_sizes(step)]
         third = _largest(3, sizes) - _largest(2, sizes)

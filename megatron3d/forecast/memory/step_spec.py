@@ -9,7 +9,6 @@ from megatron3d.config.schema import ITEMSIZES
 from megatron3d.model.expert_operations import expected_load
 from megatron3d.model.local_sizes import KERNELS, KernelMemory, LocalSizes
 from megatron3d.model.stage_plan import Stage
-from megatron3d.ops.plan import LossChunk
 from megatron3d.optim.rule_spec import UpdateRule, rule_of
 from megatron3d.parallel.mesh import PIPELINE, Axes
 from megatron3d.pipeline.actions import Action
@@ -35,7 +34,6 @@ class StepSpec:
     schedule: str
     rule: UpdateRule
     state_itemsizes: tuple[int, ...]
-    loss_chunk: LossChunk
     bucket_bytes: float
     zero_stage: int = 0
     reduce_itemsize: int = 4
@@ -125,6 +123,7 @@ def local_sizes(spec: RunSpec, kernels: KernelMemory) -> LocalSizes:
         data.reset_position_ids,
         narrow_wgrad=train.tp_grad_reduce_in_bf16,
         documents=typical_documents(spec),
+        loss_chunk=spec.loss_chunk(kernels.on_gpu),
     )
     return replace(local, expert_load=expected_load(local, spec.config.parallel.expert_load_imbalance))
 
@@ -138,7 +137,6 @@ def make_step_spec(spec: RunSpec, kernels: KernelMemory = KERNELS["cpu"]) -> Ste
         config.parallel.pipeline_schedule,
         rule,
         rule.state_itemsizes(config.optimizer, local.wide),
-        spec.loss_chunk(kernels.on_gpu),
         bucket_bytes=spec.bucket_bytes(kernels.on_gpu),
         zero_stage=config.parallel.zero_stage,
         reduce_itemsize=2 if config.train.grad_reduce_in_bf16 else local.wide,

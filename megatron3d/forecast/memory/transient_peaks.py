@@ -7,11 +7,9 @@ collective.  Small tensors (a number per token, or per row of scores) are left o
 from __future__ import annotations
 
 from megatron3d.forecast.memory.activations import recomputed_activations
-from megatron3d.forecast.memory.step_spec import StepSpec
 from megatron3d.model.local_sizes import LocalSizes
 from megatron3d.model.operation import kept_by
 from megatron3d.model.operations import layer_operations
-from megatron3d.ops.plan import token_moves
 from megatron3d.parallel.matmul_plan import MatmulPlan
 
 
@@ -78,16 +76,16 @@ def _peaks_of_kind(local: LocalSizes) -> dict[str, int]:
     return found
 
 
-def head_peaks(step: StepSpec) -> dict[str, int]:
+def head_peaks(local: LocalSizes) -> dict[str, int]:
     """Return the bytes of the last chunk of logits and its gradients, and of the head's dW before its reduction.
 
     They are the norm's output, and the gathered W and X of the chunk; then the logits in fp32 and their gradient in the
     model's dtype, which a fused loss writes into the logits' memory; after that the gradient, the gathered dY, and dX
     and dW of the chunk unless its GEMM accumulates.  If dW is reduced, its sum has a buffer of its own.
     """
-    local, size = step.local, step.local.itemsize
+    size = local.itemsize
     plan, is_fused = local.mode.expand.on(local.mesh), local.kernels.fused_loss
-    rows, ranks = chunk_rows(step)
+    rows, ranks = local.chunk_rows
     vocabulary, features = local.part(local.arch.padded_vocab_size, plan.n), local.part(local.arch.hidden_size, plan.k)
     x, w = rows * ranks * features, vocabulary * features
     dy = rows * ranks * vocabulary
@@ -104,15 +102,6 @@ def head_peaks(step: StepSpec) -> dict[str, int]:
     in_gemms = grad + whole_dy * size + max(dw + x * size, reordered * size)
     chunk = local.residual + (gathered - whole_dy) * size + before + max(at_loss, in_gemms)
     return {"head and loss": chunk, "gradient of the head": 2 * local.residual + w * local.wide if plan.w else 0}
-
-
-def chunk_rows(step: StepSpec) -> tuple[int, int]:
-    """Return the rows of this rank in a chunk of `ops/cross_entropy.py`, and the ranks whose rows are gathered."""
-    local = step.local
-    plan = local.mode.expand.on(local.mesh)
-    token_bytes = local.part(local.arch.padded_vocab_size, plan.n) * local.wide
-    rows = step.loss_chunk.rows(local.tokens, token_bytes, plan, local.mesh)
-    return min(rows, local.tokens), local.mesh.size(token_moves(plan)[0])
 
 
 def embedding_peak(local: LocalSizes) -> int:

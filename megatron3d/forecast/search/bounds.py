@@ -37,11 +37,11 @@ from megatron3d.forecast.search.options import (
 from megatron3d.forecast.search.problem import PlanningProblem
 from megatron3d.forecast.time.data_axis import ParamCounts, collectives_per_step, data_axis_time
 from megatron3d.forecast.time.layer import LayerTimes, Machine, layer_times, selective_recomputation
-from megatron3d.forecast.time.step import head_times
+from megatron3d.forecast.time.step import ends_times
 from megatron3d.model.expert_operations import expected_load
 from megatron3d.model.local_sizes import KERNELS, LocalSizes
 from megatron3d.model.spec import Recompute
-from megatron3d.ops.plan import LossChunk
+from megatron3d.ops.plan import WHOLE_LOSS
 from megatron3d.parallel.mesh import DATA, PIPELINE, Mesh
 from megatron3d.parallel.modes import MODES
 from megatron3d.parallel.modes.mode import Mode
@@ -106,11 +106,12 @@ class PlainTimes(NamedTuple):
     layers: Sequence[tuple[LayerTimes, int]]
 
     @staticmethod
-    def of(local: LocalSizes, machine: Machine, loss_chunk: LossChunk) -> PlainTimes:
+    def of(local: LocalSizes, machine: Machine) -> PlainTimes:
         """Return the times of a microbatch of these sizes."""
         kinds = local.by_kind(range(local.arch.num_layers))
         layers = [(layer_times(each, machine), count) for each, count in kinds]
-        return PlainTimes(head_times(local, machine, loss_chunk).total, layers)
+        head = ends_times(local, machine)[1]
+        return PlainTimes(head.forward.total + head.backward.total, layers)
 
 
 class LayoutBound:
@@ -271,7 +272,7 @@ def _groups_with(
         along_data = DataAxisBound(problem.machine, arch.num_layers, reduced, plain_mesh)
     batch = problem.config.train.global_batch_size
     rest = problem.num_ranks // (tensor.size * context.size)
-    chunk = spec.loss_chunk(problem.machine.on_gpu)
+    chunk = spec.loss_chunk(problem.machine.on_gpu) if problem.profile.logit_bytes is None else WHOLE_LOSS
     shapes = list(pipelines(rest, arch.num_layers))
     data = mesh.size(DATA[1:])
     by_ranks = {ranks: [shape for shape in shapes if shape[0] == ranks] for ranks, _, _ in shapes}
@@ -279,9 +280,9 @@ def _groups_with(
     for size in microbatch_sizes(batch):
         if size % mesh.size(mode.batch_axes):
             continue
-        local = LocalSizes(arch, mode, mesh, size, problem.itemsize, kernels=KERNELS["gpu"])
+        local = LocalSizes(arch, mode, mesh, size, problem.itemsize, kernels=KERNELS["gpu"], loss_chunk=chunk)
         local = replace(local, expert_load=expected_load(local, problem.config.parallel.expert_load_imbalance))
-        plain = PlainTimes.of(local, problem.machine, chunk)
+        plain = PlainTimes.of(local, problem.machine)
         for granularity in RECOMPUTATIONS:
             here = local.recomputing(Recompute(granularity or "none"))
             cost = LayoutBound(problem.machine, plain, here, weights)

@@ -120,6 +120,27 @@ class Machine:
         is_hidden = self.profile.fuses_grad_sum and not self.device.kernels.adds_launch
         return max(0.0, seconds - gemm_s) if is_hidden else seconds
 
+    def accesses(self, kind: str) -> MemoryAccesses:
+        """Return the accesses per element of a kind of memory-bound kernel."""
+        return self._loss if kind == "loss" else getattr(self.profile, kind)
+
+    @property
+    def _loss(self) -> MemoryAccesses:
+        """Accesses per logit of the loss and its gradient, the GEMMs not included.
+
+        This framework's, where the profile gives none: on GPUs two fused kernels read the fp32 logits, read them again
+        and write the gradient (`ops/triton_kernels.py`).  Otherwise maximum (1 access), difference and exponential (4),
+        sum (1) and scale (2) of `ops/cross_entropy.py`, and casts of narrower logits and gradients.
+        """
+        size = self.device.itemsize
+        wide = max(size, 4)
+        if self.profile.logit_bytes is not None:
+            return MemoryAccesses(self.profile.logit_bytes / size, 0, 10)
+        if self.on_gpu and wide == 4:
+            return MemoryAccesses((2 * wide + size) / size, 0, 2)
+        casts = 2 * (size + wide) if size < wide else 0
+        return MemoryAccesses((8 * wide + casts) / size, 0, 10)
+
     def compiled(self) -> Machine:
         """Return the machine with compiled kernels, which fuse the rotary embedding."""
         return replace(self, profile=replace(self.profile, rotary=TWO_COPIES))
@@ -205,133 +226,151 @@ class OverlapModel:
         return times.scaled(1 - hidden / times.total).plus(tax)
 
 
-@dataclass(frozen=True)
-class Linears:
-    """Linears of a layer, or of a module that predicts ahead, in the order of the forward, on a machine."""
-
-    local: LocalSizes
-    machine: Machine
-    times: Mapping[str, LinearTime]
-    over: OverlapModel
-
-    @staticmethod
-    def of(operations: Iterable[Operation], local: LocalSizes, machine: Machine) -> Linears:
-        """Return the linears among operations."""
-        times = {each.name: LinearTime.of(each, local, machine) for each in operations if each.matmul is not None}
-        return Linears(local, machine, times, OverlapModel(machine, local.mesh))
-
-    def forward(self) -> TimeBreakdown:
-        """Return the time of the forward of all linears in their order."""
-        over, machine, overlap, parts = self.over, self.machine, self.local.overlap, list[TimeBreakdown]()
-        before = 0.0
-        for each in self.times.values():
-            seconds = each.gemm_s + each.excess.forward
-            parts.append(TimeBreakdown({GEMMS: seconds, MEMORY: machine.device.memory_bound_s(each.joins.forward)}))
-            parts.append(over.with_own_gemm(each.rounds.gather_x + each.rounds.reduce_y, seconds))
-            parts.append(over.overlapped(each.sent.gather_w, before, overlap.weight_gather))
-            before = each.gemm_s
-        # The first linear's weight, counted as exposed, is prefetched during the last linear of the layer before.
-        first = next(iter(self.times.values())).sent.gather_w
-        covered, bare = over.overlapped(first, before, overlap.weight_gather), over.exposed(first)
-        parts.append(TimeBreakdown({kind: covered.get(kind, 0.0) - bare.get(kind, 0.0) for kind in {*covered, *bare}}))
-        return combine(parts)
-
-    def backward(self) -> tuple[TimeBreakdown, TimeBreakdown, TimeBreakdown]:
-        """Return the times of dgrad, of wgrad, and of the unsplit backward."""
-        over, machine, overlap = self.over, self.machine, self.local.overlap
-        half, late, whole = (list[TimeBreakdown]() for _ in range(3))
-        hides = overlap.input_grad and machine.profile.overlaps_input_grad
-        for each in self.times.values():
-            sent, seconds, copied = each.sent, each.gemm_s, each.joins
-            product = TimeBreakdown({GEMMS: seconds})
-            gathers_w = [] if overlap.keep_gathered_weights else sent.gather_w
-            common = [
-                TimeBreakdown({GEMMS: seconds + each.excess.gather_dy}),
-                over.with_own_gemm(each.rounds.gather_dy, seconds),
-                over.overlapped(gathers_w, 2 * seconds, overlap.weight_gather),
-            ]
-            sums = over.overlapped(sent.reduce_dw, 2 * seconds, overlap.weight_grad)
-            add_up = TimeBreakdown({MEMORY: machine.accumulation_s(each.weight, 0.0 if sent.reduce_dw else seconds)})
-            add_up = add_up.plus(TimeBreakdown({MEMORY: machine.device.memory_bound_s(copied.x + copied.w)}))
-            bias = machine.profile.bias_grad * each.output * each.has_bias * machine.device.itemsize
-            moved = copied.dy + copied.dx + copied.w * bool(gathers_w)
-            common += [TimeBreakdown({MEMORY: machine.device.memory_bound_s(num)}) for num in (bias, moved)]
-            alone = over.with_own_gemm(each.rounds.reduce_dx, seconds).plus(
-                TimeBreakdown({GEMMS: each.excess.reduce_dx})
-            )
-            half += [*common, alone]
-            late += [product, over.exposed(sent.gather_x), sums, add_up]
-            whole += [*common, over.overlapped(sent.gather_x, seconds), product, sums, add_up]
-            whole.append(alone if overlap.in_rounds and not hides else over.overlapped(sent.reduce_dx, seconds, hides))
-        return combine(half), combine(late), combine(whole)
-
-
 def layer_times(local: LocalSizes, machine: Machine) -> LayerTimes:
     """Return the times of a layer of the kind of `local.layer` for one microbatch."""
     return times_of(layer_operations(local), local, machine, is_recomputed=local.recompute.granularity == "full")
 
 
 def times_of(
-    operations: Sequence[Operation], local: LocalSizes, machine: Machine, *, is_recomputed: bool
+    operations: Sequence[Operation], local: LocalSizes, machine: Machine, *, is_recomputed: bool = False
 ) -> LayerTimes:
     """Return the times of operations for one microbatch; `is_recomputed`: all of them are, in backward."""
-    linears = Linears.of(operations, local, machine)
-    others = OtherTimes(operations, linears)
-    forward = linears.forward().plus(*others.all(False))
-    half, late, whole = linears.backward()
-    grouped = combine(others.weight_grad(each) for each in operations)
-    again = combine(_whole_again(linears, others, forward) if is_recomputed else _modules_again(linears, others))
-    return LayerTimes(
-        forward,
-        half.plus(*others.all(True), again),
-        late.plus(grouped),
-        whole.plus(*others.all(True, 2), grouped, again),
-    )
+    each = OperationTimes.of(operations, local, machine)
+    forward, half, late, whole = (combine(times) for times in zip(*map(each.times, operations), strict=True))
+    again = combine(each.all_again() if is_recomputed else each.modules_again())
+    return LayerTimes(forward, half.plus(again), late, whole.plus(again))
+
+
+def selective_recomputation(local: LocalSizes, machine: Machine) -> TimeBreakdown:
+    """Return the time of modules that are recomputed in a layer's backward."""
+    operations = layer_operations(local) if modules_of(local) else []
+    return combine(OperationTimes.of(operations, local, machine).modules_again())
 
 
 @dataclass(frozen=True)
-class OtherTimes:
-    """Times of the operations of a layer besides its linears."""
+class OperationTimes:
+    """Times of each operation of a layer, an end or a module that predicts ahead, for one microbatch on a machine.
+
+    Attributes:
+        linears: the linears among them, in the order of forward.
+        before: seconds of the GEMM of the linear before each, during which its weight is prefetched; that of the first
+            is prefetched during the last linear of the layer before.
+    """
 
     operations: Sequence[Operation]
-    linears: Linears
+    local: LocalSizes
+    machine: Machine
+    linears: Mapping[str, LinearTime]
+    before: Mapping[str, float]
+    over: OverlapModel
 
-    def all(self, backward: bool, num_gemms: int = 1) -> Iterator[TimeBreakdown]:
-        """Yield the time of each operation.
+    @staticmethod
+    def of(operations: Sequence[Operation], local: LocalSizes, machine: Machine) -> OperationTimes:
+        """Return the times of operations."""
+        linears = {
+            each.name: LinearTime.of(each, local, machine)
+            for each in operations
+            if each.matmul is not None and not each.chunks
+        }
+        seconds = [linear.gemm_s for linear in linears.values()]
+        before = dict(zip(linears, seconds[-1:] + seconds[:-1], strict=True))
+        return OperationTimes(operations, local, machine, linears, before, OverlapModel(machine, local.mesh))
 
-        Args:
-            num_gemms: GEMMs of a linear's backward that hide collectives: that of dgrad, or that of wgrad as well.
-        """
-        for each in self.operations:
-            yield self.compute(each, backward)
-            yield self.sent(each, each.sent_back if backward else each.sent, backward, num_gemms)
+    def times(self, operation: Operation) -> LayerTimes:
+        """Return the times of one operation next to the others, without recomputation."""
+        forward = self._compute(operation, False).plus(self._sent(operation, operation.sent, False))
+        dgrad, wgrad = self._compute(operation, True), self._weight_grad(operation)
+        half, late, whole = (dgrad.plus(self._sent(operation, operation.sent_back, True)), wgrad, dgrad.plus(wgrad))
+        whole = whole.plus(self._sent(operation, operation.sent_back, True, 2))
+        if (linear := self.linears.get(operation.name)) is None:
+            return LayerTimes(forward, half, late, whole)
+        backward = self._backward(linear)
+        return LayerTimes(
+            forward.plus(self._forward(linear, self.before[operation.name])),
+            *(one.plus(other) for one, other in zip((half, late, whole), backward, strict=True)),
+        )
 
-    def compute(self, operation: Operation, backward: bool) -> TimeBreakdown:
+    def _forward(self, linear: LinearTime, before_s: float) -> TimeBreakdown:
+        """Return the time of a linear's forward."""
+        seconds, device = linear.gemm_s + linear.excess.forward, self.machine.device
+        own = TimeBreakdown({GEMMS: seconds, MEMORY: device.memory_bound_s(linear.joins.forward)})
+        return own.plus(
+            self.over.with_own_gemm(linear.rounds.gather_x + linear.rounds.reduce_y, seconds),
+            self.over.overlapped(linear.sent.gather_w, before_s, self.local.overlap.weight_gather),
+        )
+
+    def _backward(self, linear: LinearTime) -> tuple[TimeBreakdown, TimeBreakdown, TimeBreakdown]:
+        """Return the times of a linear's dgrad, of its wgrad, and of its unsplit backward."""
+        over, device, overlap = self.over, self.machine.device, self.local.overlap
+        sent, seconds, copied = linear.sent, linear.gemm_s, linear.joins
+        gathers_w = [] if overlap.keep_gathered_weights else sent.gather_w
+        bias = self.machine.profile.bias_grad * linear.output * linear.has_bias * device.itemsize
+        moved = copied.dy + copied.dx + copied.w * bool(gathers_w)
+        dgrad = TimeBreakdown({GEMMS: seconds + linear.excess.gather_dy}).plus(
+            over.with_own_gemm(linear.rounds.gather_dy, seconds),
+            over.overlapped(gathers_w, 2 * seconds, overlap.weight_gather),
+            *(TimeBreakdown({MEMORY: device.memory_bound_s(num)}) for num in (bias, moved)),
+        )
+        adding = self.machine.accumulation_s(linear.weight, 0.0 if sent.reduce_dw else seconds)
+        adding += device.memory_bound_s(copied.x + copied.w)
+        wgrad = TimeBreakdown({GEMMS: seconds, MEMORY: adding}).plus(
+            over.overlapped(sent.reduce_dw, 2 * seconds, overlap.weight_grad)
+        )
+        alone = over.with_own_gemm(linear.rounds.reduce_dx, seconds)
+        alone = alone.plus(TimeBreakdown({GEMMS: linear.excess.reduce_dx}))
+        hides = overlap.input_grad and self.machine.profile.overlaps_input_grad
+        hidden = alone if overlap.in_rounds and not hides else over.overlapped(sent.reduce_dx, seconds, hides)
+        return (
+            dgrad.plus(alone),
+            wgrad.plus(over.exposed(sent.gather_x)),
+            dgrad.plus(wgrad, over.overlapped(sent.gather_x, seconds), hidden),
+        )
+
+    def _compute(self, operation: Operation, backward: bool) -> TimeBreakdown:
         """Return the time of its kernels, of its own GEMMs (backward: of dgrad), and of attention."""
-        device, found = self.linears.machine.device, list[TimeBreakdown]()
-        for kind, elements in operation.kernels:
-            accesses: MemoryAccesses = getattr(self.linears.machine.profile, kind)
+        device, found = self.machine.device, list[TimeBreakdown]()
+        for kind, elements, launches in operation.kernels:
+            accesses = self.machine.accesses(kind)
             num = accesses.backward if backward else accesses.forward
-            seconds = device.memory_bound_s(elements * num * device.itemsize, accesses.num_kernels)
+            seconds = device.memory_bound_s(elements * num * device.itemsize, accesses.num_kernels * launches)
+            found.append(TimeBreakdown({MEMORY: seconds}))
+        for move in operation.moves:
+            seconds = device.memory_bound_s(move[backward], move[2 + backward])
             found.append(TimeBreakdown({MEMORY: seconds}))
         if operation.gemms:
             found.append(TimeBreakdown({GEMMS: sum(device.gemm_s(*gemm) for gemm in operation.gemms)}))
         if operation.scores is not None:
             found.append(TimeBreakdown({ATTENTION: self._attention_s(operation.scores, backward)}))
+        if operation.chunks and not backward:
+            found.append(self._in_chunks(operation))
         return combine(found)
 
-    def weight_grad(self, operation: Operation) -> TimeBreakdown:
+    def _in_chunks(self, operation: Operation) -> TimeBreakdown:
+        """Return the time of a linear whose forward has three GEMMs for each chunk of tokens.
+
+        dW is added to main_grad, or to a buffer that is reduced.
+        """
+        linear = LinearTime.of(operation, self.local, self.machine)
+        assert operation.matmul is not None, f"{operation.name} is a linear"
+        (m, n, k), is_reduced = operation.matmul.multiplied(self.local.mesh), bool(linear.sent.reduce_dw)
+        product = self.machine.device.gemm_s(m / operation.chunks, n, k)
+        adding = self.machine.accumulation_s(n * k, 0.0 if is_reduced else product)
+        adding *= 1 if is_reduced else operation.chunks
+        copied = self.machine.device.memory_bound_s(sum(linear.joins))
+        return TimeBreakdown({GEMMS: 3 * operation.chunks * product, MEMORY: adding + copied})
+
+    def _weight_grad(self, operation: Operation) -> TimeBreakdown:
         """Return the time of the wgrad of its own GEMMs, which accumulate into main_grad."""
-        machine, found = self.linears.machine, list[TimeBreakdown]()
+        found = list[TimeBreakdown]()
         for gemm in operation.gemms:
-            seconds = machine.device.gemm_s(*gemm)
-            summed = machine.accumulation_s(gemm.batch * gemm.n * gemm.k, seconds)
+            seconds = self.machine.device.gemm_s(*gemm)
+            summed = self.machine.accumulation_s(gemm.batch * gemm.n * gemm.k, seconds)
             found.append(TimeBreakdown({GEMMS: seconds, MEMORY: summed}))
         return combine(found)
 
     def _attention_s(self, scores: Scores, backward: bool) -> float:
         """Return the seconds of fused attention over what queries see, or of unfused GEMMs and elementwise kernels."""
-        device, profile = self.linears.machine.device, self.linears.machine.profile
+        device, profile = self.machine.device, self.machine.profile
         batch, queries, keys, channels = scores[:4]
         if (accesses := profile.unfused_scores(scores.is_plain)) is None:
             flops = 4 * batch * queries * keys * channels / 2 * scores.share
@@ -340,9 +379,15 @@ class OtherTimes:
         num_bytes = batch * queries * keys * (accesses.backward if backward else accesses.forward) * device.itemsize
         return (1 + backward) * products + device.memory_bound_s(num_bytes, accesses.num_kernels)
 
-    def sent(self, operation: Operation, calls: Sequence[Traffic], backward: bool, num_gemms: int = 1) -> TimeBreakdown:
-        """Return the exposed time of collectives of an operation: all but what other operations hide of them."""
-        machine, mesh = self.linears.machine, self.linears.local.mesh
+    def _sent(
+        self, operation: Operation, calls: Sequence[Traffic], backward: bool, num_gemms: int = 1
+    ) -> TimeBreakdown:
+        """Return the exposed time of collectives of an operation: all but what other operations hide of them.
+
+        Args:
+            num_gemms: GEMMs of a linear's backward that hide collectives: that of dgrad, or that of wgrad as well.
+        """
+        machine, mesh = self.machine, self.local.mesh
 
         def seconds(calls: Iterable[Traffic]) -> float:
             more = operation.busiest
@@ -361,34 +406,26 @@ class OtherTimes:
         return exposed_time(calls[0].axes, seconds(calls) - covered).plus(slowed)
 
     def _computes_s(self, operation: Operation, backward: bool, num_gemms: int) -> float:
-        linear = self.linears.times.get(operation.name)
-        return num_gemms * linear.gemm_s if linear else self.compute(operation, backward).total
+        linear = self.linears.get(operation.name)
+        return num_gemms * linear.gemm_s if linear else self._compute(operation, backward).total
 
+    def all_again(self) -> Iterator[TimeBreakdown]:
+        """Yield the times of a forward in backward; weights are not prefetched for it."""
+        yield from (self.times(each).forward for each in self.operations)
+        exposed = self.linears.values() if self.local.overlap.weight_gather else ()
+        yield from (self.over.exposed(each.sent.gather_w) for each in exposed)
+        last = self.operations[-2].name
+        if self.machine.profile.stops_recomputation and last in self.linears:
+            yield TimeBreakdown({GEMMS: -self.linears[last].gemm_s})
 
-def _whole_again(linears: Linears, others: OtherTimes, forward: TimeBreakdown) -> Iterator[TimeBreakdown]:
-    """Yield the times of a forward in backward; weights are not prefetched for it."""
-    exposed = linears.times.values() if linears.local.overlap.weight_gather else ()
-    yield forward.plus(*(linears.over.exposed(each.sent.gather_w) for each in exposed))
-    last = others.operations[-2].name
-    if linears.machine.profile.stops_recomputation and last in linears.times:
-        yield TimeBreakdown({GEMMS: -linears.times[last].gemm_s})
-
-
-def _modules_again(linears: Linears, others: OtherTimes) -> Iterator[TimeBreakdown]:
-    """Yield the times of modules that are recomputed on their own; nothing overlaps with their collectives."""
-    local, modules = linears.local, modules_of(linears.local)
-    for each in others.operations if modules else ():
-        if each.is_again(modules):
-            yield others.compute(each, backward=False)
-            yield others.sent(each, each.sent_again(modules), backward=False)
-            if (linear := linears.times.get(each.name)) is not None:
-                gathers = [] if local.overlap.keep_gathered_weights else linear.sent.gather_w
-                yield TimeBreakdown({GEMMS: linear.gemm_s})
-                yield linears.over.exposed(linear.rounds.gather_x + linear.rounds.reduce_y + gathers)
-
-
-def selective_recomputation(local: LocalSizes, machine: Machine) -> TimeBreakdown:
-    """Return the time of modules that are recomputed in a layer's backward."""
-    operations = layer_operations(local) if modules_of(local) else []
-    linears = Linears.of(operations, local, machine)
-    return combine(_modules_again(linears, OtherTimes(operations, linears)))
+    def modules_again(self) -> Iterator[TimeBreakdown]:
+        """Yield the times of modules that are recomputed on their own; nothing overlaps with their collectives."""
+        modules = modules_of(self.local)
+        for each in self.operations if modules else ():
+            if each.is_again(modules):
+                yield self._compute(each, backward=False)
+                yield self._sent(each, each.sent_again(modules), backward=False)
+                if (linear := self.linears.get(each.name)) is not None:
+                    gathers = [] if self.local.overlap.keep_gathered_weights else linear.sent.gather_w
+                    yield TimeBreakdown({GEMMS: linear.gemm_s})
+                    yield self.over.exposed(linear.rounds.gather_x + linear.rounds.reduce_y + gathers)

@@ -13,7 +13,7 @@ from functools import cached_property
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import ITEMSIZES
 from megatron3d.forecast.memory.step_spec import local_sizes
-from megatron3d.forecast.time.breakdown import GEMMS, HOST, MEMORY, TimeBreakdown, TimePrediction, combine, exposed_time
+from megatron3d.forecast.time.breakdown import HOST, TimeBreakdown, TimePrediction, combine, exposed_time
 from megatron3d.forecast.time.data_axis import (
     DataAxisTime,
     Interval,
@@ -34,22 +34,19 @@ from megatron3d.forecast.time.hardware import (
     load_cluster,
 )
 from megatron3d.forecast.time.layer import (
-    ConcatCopies,
     LayerTimes,
     Machine,
-    OverlapModel,
-    concat_copies,
     layer_times,
     times_of,
 )
 from megatron3d.forecast.time.practices import OURS, ExecutionProfile
 from megatron3d.model.local_sizes import KERNELS, LocalSizes
-from megatron3d.model.operations import ahead_operations
+from megatron3d.model.operations import ahead_operations, embedding_operations, head_operations
 from megatron3d.model.spec import NO_RECOMPUTE
 from megatron3d.model.stage_plan import Stage
-from megatron3d.ops.plan import LossChunk
+from megatron3d.ops.plan import WHOLE_LOSS
 from megatron3d.optim.rule_spec import UpdateRule, rule_of
-from megatron3d.parallel.matmul_plan import crossing, flows, ring
+from megatron3d.parallel.matmul_plan import crossing
 from megatron3d.parallel.mesh import PIPELINE, Mesh
 from megatron3d.pipeline.actions import ActionKind, Schedule
 from megatron3d.pipeline.schedules import Pipeline, num_microbatches
@@ -77,102 +74,6 @@ def _host_us(local: LocalSizes, machine: Machine) -> float:
     if others and local.mesh.sizes[PIPELINE] > 1:
         host_us += fitted.host_pipeline_us + others * fitted.host_pipeline_tensor_us
     return host_us * float(machine.network.num_nodes(local.mesh, tuple(sizes)) ** fitted.host_nodes)
-
-
-def embedding_times(local: LocalSizes, machine: Machine) -> tuple[TimeBreakdown, TimeBreakdown]:
-    """Return forward and backward of the embedding; backward accumulates rows in fp32."""
-    arch, plan = local.arch, local.mode.embed
-    size = machine.device.itemsize
-    sent = flows(plan, local.mesh, local.num_tokens, arch.hidden_size, arch.padded_vocab_size, size)
-    over = OverlapModel(machine, local.mesh)
-    rows = local.part(local.num_tokens, plan.m) * local.part(arch.hidden_size, plan.n)
-    table = local.part(arch.padded_vocab_size, plan.k) * local.part(arch.hidden_size, plan.n)
-    forward = TimeBreakdown({MEMORY: machine.device.memory_bound_s(4 * rows * size, 4)})
-    backward = TimeBreakdown(
-        {MEMORY: machine.device.memory_bound_s(rows * (2 * size + 4 + 8) + table * (4 + 4 + size), 5)}
-    )
-    return (
-        combine((forward, over.exposed(sent.gather_w), over.exposed(sent.reduce_y))),
-        combine((backward, over.exposed(sent.gather_dy), over.exposed(sent.reduce_dw))),
-    )
-
-
-def head_times(local: LocalSizes, machine: Machine, chunk: LossChunk) -> TimeBreakdown:
-    """Return the time of LM head and loss with their gradients, which are computed together with the loss.
-
-    Each chunk of tokens has a GEMM for its logits, dX and dW; dW is added to main_grad, or to a buffer that is reduced.
-    """
-    arch, plan = local.arch, local.mode.expand
-    device = machine.device
-    sizes = local.num_tokens, arch.padded_vocab_size, arch.hidden_size, device.itemsize
-    sent = flows(plan, local.mesh, *sizes, wgrad_itemsize=max(device.itemsize, machine.profile.wgrad_itemsize))
-    copied = concat_copies(plan, local.mesh, *sizes) if machine.profile.copies_concats else ConcatCopies()
-    over, live = OverlapModel(machine, local.mesh), plan.on(local.mesh)
-    tokens, columns = local.num_tokens / local.mesh.size(plan.m), arch.padded_vocab_size / local.mesh.size(plan.n)
-    features = arch.hidden_size / local.mesh.size(plan.k)
-    num_chunks = count_chunks(local, machine, chunk)
-    product = device.gemm_s(tokens / num_chunks, columns, features)
-    kept = local.mesh.size(live.dy)
-    logit_bytes, num_kernels = loss_bytes(machine)
-    logits = device.memory_bound_s(tokens * columns / kept * logit_bytes, num_kernels * num_chunks)
-    adding = machine.accumulation_s(columns * features, 0.0 if sent.reduce_dw else product)
-    adding *= 1 if sent.reduce_dw else num_chunks
-    norm = machine.profile.norm
-    normed = device.memory_bound_s(local.tokens * local.hidden * (norm.forward + norm.backward) * device.itemsize, 2)
-    vocabulary = local.mesh.nontrivial(plan.y_layout[1])
-    sums = ring("all_reduce", vocabulary, 3 * 4 * tokens / kept, local.mesh)
-    gemms = TimeBreakdown({GEMMS: 3 * num_chunks * product})
-    return combine(
-        (
-            gemms.plus(TimeBreakdown({MEMORY: logits + adding + normed + device.memory_bound_s(sum(copied))})),
-            *(over.exposed(calls) for calls in sent),
-            exposed_time(vocabulary, machine.network.seconds(sums, local.mesh)) if vocabulary else TimeBreakdown(),
-        )
-    )
-
-
-def count_chunks(local: LocalSizes, machine: Machine, chunk: LossChunk) -> int:
-    """Return the chunks of a microbatch's tokens whose logits exist at a time; 1 for a framework that has none."""
-    if machine.profile.logit_bytes is not None:
-        return 1
-    plan = local.mode.expand.on(local.mesh)
-    token_bytes = local.part(local.arch.padded_vocab_size, plan.n) * max(machine.device.itemsize, 4)
-    return -(-local.tokens // chunk.rows(local.tokens, token_bytes, plan, local.mesh))
-
-
-def loss_bytes(machine: Machine) -> tuple[float, int]:
-    """Return the bytes that the loss and its gradient move per logit, the GEMMs not included, and their kernels.
-
-    This framework's, where the profile gives none: on GPUs two fused kernels read the fp32 logits, read them again and
-    write the gradient (`ops/triton_kernels.py`).  Otherwise maximum (1 access), difference and exponential (4),
-    sum (1) and scale (2) of `ops/cross_entropy.py`, and casts of narrower logits and gradients.
-    """
-    given, size = machine.profile.logit_bytes, machine.device.itemsize
-    if given is not None:
-        return given, 10
-    wide = max(size, 4)
-    if machine.on_gpu and wide == 4:
-        return 2 * wide + size, 2
-    casts = 2 * (size + wide) if size < wide else 0
-    return 8 * wide + casts, 10
-
-
-Ends = tuple[TimeBreakdown, TimeBreakdown]
-
-
-def module_times(
-    local: LocalSizes, machine: Machine, layer: LayerTimes, embedding: Ends, head: TimeBreakdown
-) -> dict[ActionKind, TimeBreakdown]:
-    """Return the times of one module by kind of computation; `embedding` are those of its forward and its backward."""
-    rest, none = ahead_times(local, machine), TimeBreakdown()
-    ends = embedding[0].plus(head), none, embedding[1], embedding[1]
-    kinds = ActionKind.F, ActionKind.I, ActionKind.W, ActionKind.B
-    return {kind: combine(times) for kind, *times in zip(kinds, layer, rest, ends, strict=True)}
-
-
-def ahead_times(local: LocalSizes, machine: Machine) -> LayerTimes:
-    """Return the times of a module of multi-token prediction without its layer, its embedding and its LM head."""
-    return times_of(ahead_operations(local), local, machine, is_recomputed=local.recompute.recomputes_ahead)
 
 
 def load_machine(cluster_name: str, precision: str, num_ranks: int, profile: ExecutionProfile = OURS) -> Machine:
@@ -211,7 +112,6 @@ class SimulatedStep:
     num_microbatches: int
     zero_stage: int
     bucket_bytes: float
-    loss_chunk: LossChunk
     machine: Machine
     rule: UpdateRule
     shorter: Schedule | None = None
@@ -243,13 +143,13 @@ def simulated_step(spec: RunSpec, machine: Machine) -> SimulatedStep:
     """Return the simulation inputs of a valid run; of many microbatches only a few are simulated."""
     simulated, shorter = simulated_specs(spec)
     machine = as_configured(machine, spec)
+    local = local_sizes(spec, KERNELS["gpu" if machine.on_gpu else "cpu"])
     return SimulatedStep(
-        local_sizes(spec, KERNELS["gpu"]),
+        local if machine.profile.logit_bytes is None else replace(local, loss_chunk=WHOLE_LOSS),
         simulated.pipeline,
         spec.num_microbatches,
         spec.config.parallel.zero_stage,
         spec.bucket_bytes(machine.on_gpu),
-        spec.loss_chunk(machine.on_gpu),
         machine,
         rule_of(spec.config.optimizer),
         shorter.schedule if shorter else None,
@@ -293,23 +193,28 @@ def stage_times(step: SimulatedStep) -> Durations:
     """Return the seconds of each kind of computation of each stage, for one microbatch."""
     local, machine = step.local, step.machine
     kinds = {each.layer: _times_of_kind(each, machine) for each, _ in local.by_kind(range(local.arch.num_layers))}
-    embedding, head = embedding_times(local, machine), head_times(local, machine, step.loss_chunk)
+    embedding, head = ends_times(local, machine)
     blocked = TimeBreakdown() if machine.profile.overlaps_pipeline else stage_transfer_time(step)
     found: dict[tuple[int, ActionKind], TimeBreakdown] = {}
+    layer = kinds[local.layer_ahead.layer][local.recompute.recomputes_ahead]
+    ahead = times_of(ahead_operations(local), local, machine, is_recomputed=local.recompute.recomputes_ahead)
+    module = layer, ahead, embedding, head
     for stage in step.pipeline.stages:
-        times = _stage(local, stage, kinds)
-        if stage.has_embedding:
-            times[ActionKind.F] = times[ActionKind.F].plus(embedding[0])
-            times |= {kind: times[kind].plus(embedding[1]) for kind in (ActionKind.B, ActionKind.W)}
-        if stage.has_head:
-            times[ActionKind.F] = times[ActionKind.F].plus(head)
-            layer = kinds[local.layer_ahead.layer][local.recompute.recomputes_ahead]
-            ahead = module_times(local, machine, layer, embedding, head)
-            times = {kind: each.plus(ahead[kind].scaled(local.arch.mtp_num_layers)) for kind, each in times.items()}
+        ends = [embedding] * stage.has_embedding
+        ends += [head, *module * local.arch.mtp_num_layers] * stage.has_head
+        times = {
+            kind: combine((own, *(end[place] for end in ends)))
+            for place, (kind, own) in enumerate(_stage(local, stage, kinds).items())
+        }
         for kind in (ActionKind.F, ActionKind.B, ActionKind.I):
             times[kind] = times[kind].plus(blocked)
         found |= {(stage.index, kind): each for kind, each in times.items()}
     return found
+
+
+def ends_times(local: LocalSizes, machine: Machine) -> tuple[LayerTimes, LayerTimes]:
+    """Return the times of the embedding, and of the LM head with the final norm and the loss."""
+    return times_of(embedding_operations(local), local, machine), times_of(head_operations(local), local, machine)
 
 
 def _times_of_kind(local: LocalSizes, machine: Machine) -> tuple[LayerTimes, LayerTimes]:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from megatron3d.forecast.memory.activations import modules_of, num_ahead
 from megatron3d.forecast.memory.rank import flat_buffer_sizes
 from megatron3d.forecast.memory.step_spec import StepSpec
-from megatron3d.forecast.memory.transient_peaks import chunk_rows
 from megatron3d.linear.overlap_plan import in_rounds
 from megatron3d.model.local_sizes import LocalMatmul, LocalSizes
 from megatron3d.model.operation import Operation
@@ -95,11 +94,11 @@ def _stage(step: StepSpec, stage: Stage) -> Iterator[Traffic]:
     if stage.has_embedding:
         yield from _sent(embedding_operations(local), local)
     if stage.has_head:
-        yield from (*_sent(head_operations(local), local), *_head(step))
+        yield from _sent(head_operations(local), local)
         again = local.recompute.recomputes_ahead
         for _ in range(local.arch.mtp_num_layers):
-            yield from (*_sent(embedding_operations(local), local), *_head(step))
-            yield from _sent([*ahead_operations(local), *head_operations(local)], local, again)
+            yield from _sent([*embedding_operations(local), *head_operations(local)[1:]], local)
+            yield from _sent([*ahead_operations(local), *head_operations(local)[:1]], local, again)
             yield from _sent(layer_operations(local.layer_ahead), local.layer_ahead, again)
 
 
@@ -109,7 +108,7 @@ def _sent(operations: Iterable[Operation], local: LocalSizes, is_recomputed: boo
     for each in operations:
         again = is_recomputed or each.is_again(modules)
         yield from (*each.sent, *(each.sent_again(modules) if again else ()), *each.sent_back)
-        if each.matmul is not None:
+        if each.matmul is not None and not each.chunks:
             sent, named = _linear_flows(local, each.matmul)
             keeps, forwards = local.overlap.keep_gathered_weights, 1 + again
             yield from forwards * (named.gather_x + named.reduce_y) + (not keeps) * (forwards + 1) * sent.gather_w
@@ -155,26 +154,6 @@ def counts_of_routers(local: LocalSizes, is_logged: bool) -> list[Traffic]:
     return [ring("all_reduce", local.mesh.nontrivial(local.mesh.names), 8 * rows * columns, local.mesh)]
 
 
-def _head(step: StepSpec) -> Iterator[Traffic]:
-    """Yield the collectives of the LM head by chunks; its weight is gathered, and dW reduced, once."""
-    local, arch = step.local, step.local.arch
-    mesh, plan = local.mesh, local.mode.expand.on(local.mesh)
-    rows, gathered = chunk_rows(step)
-    vocabulary = mesh.nontrivial(plan.y_layout[1])
-    sizes = local.num_tokens, arch.padded_vocab_size, arch.hidden_size, local.itemsize
-    whole = flows(plan, mesh, *sizes, wgrad_itemsize=local.wgrad_itemsize)
-    yield from whole.gather_w + whole.reduce_dw
-    scattered = mesh.size(axis for axis, dim in plan.dy.items() if dim == "M")
-    for start in range(0, local.tokens, rows):
-        here = min(rows, local.tokens - start)
-        tokens = here * gathered * mesh.size(plan.m)
-        sent = flows(plan, mesh, tokens, arch.padded_vocab_size, arch.hidden_size, local.itemsize)
-        yield from sent.gather_x + sent.reduce_y + sent.gather_dy + sent.reduce_dx
-        if vocabulary:
-            logits = here * gathered // scattered * local.wide
-            yield from (ring("all_reduce", vocabulary, count * logits, mesh) for count in (1, 2))
-
-
 def _data(step: StepSpec) -> CountedTraffic:
     """Yield reductions of each flat buffer's gradients, and all-gathers of weights that ZeRO shards."""
     local, m = step.local, step.num_microbatches
@@ -204,7 +183,7 @@ def step_flops(step: StepSpec) -> int:
                 total += count * local_layer_flops(local, again=run.is_recomputed)
         if stage.has_head:
             local, ahead = step.local, step.local.arch.mtp_num_layers
-            total += 3 * (1 + ahead) * local.head_matmul.flops(local.mesh)
+            total += (1 + ahead) * _flops(head_operations(local), (), again=False)
             again = local.recompute.recomputes_ahead
             modules = _flops(ahead_operations(local), (), again)
             total += ahead * (local_layer_flops(local.layer_ahead, again) + modules)

@@ -28,7 +28,6 @@ from megatron3d.forecast.memory.rank import rank_memory
 from megatron3d.forecast.memory.step_spec import StepSpec, make_step_spec
 from megatron3d.forecast.memory.suggestions import suggest
 from megatron3d.forecast.memory.table import memory_table, stage_summaries, stage_table
-from megatron3d.forecast.memory.transient_peaks import chunk_rows
 from megatron3d.forecast.time.forecast import Forecast, forecast
 from megatron3d.hardware.apex import describe_apex
 from megatron3d.hardware.devices import Peak, describe_attention, describe_peak
@@ -128,7 +127,7 @@ def describe_context(state: TrainState) -> str | None:
 def describe_loss(state: TrainState) -> str:
     """Describe the kernel and the chunks of the loss."""
     whole = state.buffers.flat_buffers[0].params
-    rows, ranks = chunk_rows(job_of(state.spec, whole.device))
+    rows, ranks = job_of(state.spec, whole.device).local.chunk_rows
     kernel = LOSS_KERNEL_NAMES[loss_kernel(whole.is_cuda, whole.dtype)]
     return f"loss: {kernel}, in chunks of {rows * ranks:,} tokens"
 

@@ -20,10 +20,12 @@ from megatron3d.config.read import read_config
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.forecast.time.hardware import Network
 from megatron3d.forecast.time.layer import Machine
-from megatron3d.forecast.time.step import count_chunks, head_times, load_machine, loss_bytes
+from megatron3d.forecast.time.step import ends_times, load_machine
 from megatron3d.model.local_sizes import LocalSizes
+from megatron3d.model.operations import head_operations
 from megatron3d.model.spec import NO_RECOMPUTE
 from megatron3d.ops.cross_entropy import LMHead, VocabShard, cross_entropy_
+from megatron3d.ops.plan import WHOLE_LOSS
 from megatron3d.parallel.mesh import Mesh
 from tests.support.tiny_run import ROOT
 
@@ -53,6 +55,11 @@ def machine_of(precision: str, on_gpu: bool) -> Machine:
     return replace(machine, network=Network(cluster))
 
 
+def loss_bytes(machine: Machine) -> float:
+    """Return the bytes that the loss moves per logit."""
+    return machine.accesses("loss").forward * machine.device.itemsize
+
+
 @pytest.mark.parametrize("precision", ["fp32", "fp64", "bf16"])
 def test_bytes_per_logit_are_those_of_the_operations(precision: str) -> None:
     dtypes = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
@@ -64,12 +71,12 @@ def test_bytes_per_logit_are_those_of_the_operations(precision: str) -> None:
             logits = logits.bfloat16().float()
             traffic.num_bytes -= 4 * TOKENS * VOCAB + 2 * TOKENS * VOCAB
         cross_entropy_(logits, torch.arange(TOKENS), TOKENS, 1.0, shard, dtype)
-    assert loss_bytes(machine_of(precision, on_gpu=False))[0] == traffic.num_bytes / (TOKENS * VOCAB)
+    assert loss_bytes(machine_of(precision, on_gpu=False)) == traffic.num_bytes / (TOKENS * VOCAB)
 
 
 @pytest.mark.parametrize(("precision", "expected"), [("bf16", 10.0), ("fp32", 12.0), ("fp64", 64.0)])
 def test_gpus_read_the_logits_twice_and_write_the_gradient(precision: str, expected: float) -> None:
-    assert loss_bytes(machine_of(precision, on_gpu=True))[0] == expected
+    assert loss_bytes(machine_of(precision, on_gpu=True)) == expected
 
 
 @pytest.mark.parametrize("preset", ["llama-8b", "modes/3d", "modes/2d-weight-stationary", "gpt3-175b"])
@@ -79,10 +86,11 @@ def test_chunks_are_those_of_the_head(preset: str, chunk: str) -> None:
     size = RunSpec(config, vocab_size=50257).sizes.model
     spec = RunSpec(config, size, 50257)
     train, machine = config.train, machine_of("bf16", on_gpu=True)
-    local = LocalSizes(spec.arch, spec.mode, spec.mesh, train.micro_batch_size, 2, NO_RECOMPUTE, spec.overlap)
     limit, plan = spec.loss_chunk(on_gpu=True), spec.mode.expand.on(spec.mesh)
+    sizes = spec.arch, spec.mode, spec.mesh, train.micro_batch_size, 2, NO_RECOMPUTE, spec.overlap
+    local = LocalSizes(*sizes, loss_chunk=limit)
     head = LMHead(plan, ProcessComm(spec.mesh, []), 50257, spec.arch.padded_vocab_size, limit)
     chunks = head.chunks(torch.empty(local.tokens, 1, dtype=torch.bfloat16))
-    assert count_chunks(local, machine, limit) == len(chunks) > 1
-    whole = replace(machine, profile=replace(machine.profile, logit_bytes=10.0))
-    assert head_times(local, machine, limit).compute > head_times(local, whole, limit).compute
+    assert head_operations(local)[1].chunks == len(chunks) > 1
+    one, whole = (ends_times(each, machine)[1].forward for each in (local, replace(local, loss_chunk=WHOLE_LOSS)))
+    assert one.compute > whole.compute
