@@ -34,7 +34,9 @@ from megatron3d.forecast.search.report import (
 from megatron3d.forecast.search.rows import error_table, predict_line, predict_rows, row_of_run
 from megatron3d.forecast.search.search import search
 from megatron3d.forecast.time.hardware import load_cluster
+from megatron3d.forecast.time.operation_table import operation_table
 from megatron3d.forecast.time.practices import OURS, practice
+from megatron3d.forecast.time.step import simulated_step
 from megatron3d.parallel.modes import MODES
 from megatron3d.runtime.arguments import MAX_RANKS, real, whole
 from megatron3d.runtime.files import write_figure, write_text
@@ -126,9 +128,11 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError("--config: missing; give a YAML file, such as --config configs/gpt3-175b.yaml")
     if arguments.explain:
         plan, problem = planned(arguments, arguments.config)
-        print(
-            "\n".join([*explain_plan(plan, problem, num_tokens(arguments, problem.config)), *growing(problem.config)])
-        )
+        step = simulated_step(problem.spec(problem.config), problem.machine)
+        told = explain_plan(plan, problem, num_tokens(arguments, problem.config))
+        operations = ["operations of a microbatch on a rank, forward and backward:"]
+        operations += operation_table(step.local, step.machine)
+        print("\n".join([*told, *growing(problem.config), *operations]))
         draw(arguments, [plan])
         return
     resolved = read_config(arguments.config, arguments.overrides)

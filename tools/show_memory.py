@@ -4,6 +4,9 @@ The Markdown table has bytes per rank over s b h (sequence length, sequences, hi
 
 python tools/show_memory.py --hidden-size 12288 --num-attention-heads 128 --seq-length 2048 --num-ranks 1 8 64
 
+With --cluster, the operations of each of these layouts instead: FLOPs, bytes kept and sent, and predicted times.
+`local` is this machine, once tools/calibrate.py has measured it.
+
 The numbers are sums over a layer's operations (megatron3d/model/operations.py); tests compare them with real steps.
 """
 
@@ -20,6 +23,8 @@ from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
 from megatron3d.errors import UserError
 from megatron3d.forecast.memory.activations import run_activations
+from megatron3d.forecast.time.operation_table import operation_table
+from megatron3d.forecast.time.step import load_machine, simulated_step
 from megatron3d.model.local_sizes import KERNELS, LocalSizes
 from megatron3d.model.spec import CORE_ATTN, MLP_ACT, NO_RECOMPUTE, LayerRun, Recompute
 from megatron3d.parallel.modes import MODES
@@ -37,18 +42,24 @@ HEADER = ("ranks", "mode", "form", "shape", *CHOICES)
 ALIGN = ("--:", ":--", ":--", ":--", *("--:" for _ in CHOICES))
 
 
-def rows(arguments: argparse.Namespace) -> Iterator[tuple[str, ...]]:
-    """Yield a row of the table for every number of ranks, mode and form."""
+def layouts(arguments: argparse.Namespace) -> Iterator[tuple[int, str, str, tuple[int, ...], Config]]:
+    """Yield every number of ranks, mode and form, with the default shape and the configuration.  Raises UserError."""
     for num_ranks in arguments.num_ranks:
         for mode, entry in MODES.items():
             shape = entry.default_shape(num_ranks)
             for form in entry.forms:
                 config = configure(arguments, mode, form, shape)
                 UserError.collect(check(config, num_ranks, None))
-                kept = (kept_bytes(config, num_ranks, choice) for choice in CHOICES.values())
-                size = arguments.seq_length * arguments.micro_batch_size * arguments.hidden_size
-                numbers = (f"{num_bytes / size:.2f}" for num_bytes in kept)
-                yield str(num_ranks), mode, form, "·".join(map(str, shape)), *numbers
+                yield num_ranks, mode, form, shape, config
+
+
+def rows(arguments: argparse.Namespace) -> Iterator[tuple[str, ...]]:
+    """Yield a row of the table for every number of ranks, mode and form."""
+    for num_ranks, mode, form, shape, config in layouts(arguments):
+        kept = (kept_bytes(config, num_ranks, choice) for choice in CHOICES.values())
+        size = arguments.seq_length * arguments.micro_batch_size * arguments.hidden_size
+        numbers = (f"{num_bytes / size:.2f}" for num_bytes in kept)
+        yield str(num_ranks), mode, form, "·".join(map(str, shape)), *numbers
 
 
 def configure(arguments: argparse.Namespace, mode: str, form: str, shape: tuple[int, ...]) -> Config:
@@ -70,7 +81,13 @@ def kept_bytes(config: Config, num_ranks: int, recompute: Recompute) -> int:
 
 
 def show(arguments: argparse.Namespace) -> None:
-    """Print the table."""
+    """Print the table, or the operations of every layout on a cluster."""
+    if arguments.cluster:
+        for num_ranks, mode, form, shape, config in layouts(arguments):
+            step = simulated_step(RunSpec(config, num_ranks), load_machine(arguments.cluster, "bf16", num_ranks))
+            print(f"{num_ranks} ranks, {mode}, {form}, {'·'.join(map(str, shape))}, on {arguments.cluster}:")
+            print("\n".join(operation_table(step.local, step.machine)))
+        return
     for cells in (HEADER, ALIGN, *rows(arguments)):
         print(f"| {' | '.join(cells)} |")
 
@@ -84,6 +101,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seq-length", type=whole(1, 10**7), required=True)
     parser.add_argument("--micro-batch-size", type=whole(1, 10**7), default=16, help="sequences; default: %(default)s")
     parser.add_argument("--num-ranks", type=whole(1, MAX_RANKS), nargs="+", required=True, help="tensor-parallel sizes")
+    told = "list operations with their times on this file of megatron3d/hardware/clusters, or a path"
+    parser.add_argument("--cluster", metavar="NAME", help=told)
     return run_tool(show, parser, argv)
 
 

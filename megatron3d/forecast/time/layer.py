@@ -290,6 +290,15 @@ class OperationTimes:
             *(one.plus(other) for one, other in zip((half, late, whole), backward, strict=True)),
         )
 
+    def wire_bytes(self, operation: Operation) -> tuple[float, float]:
+        """Return the bytes that forward and backward send, without recomputation."""
+        sent, back = list(operation.sent), list(operation.sent_back)
+        if (linear := self.linears.get(operation.name)) is not None:
+            x, w, y, dy, dx, dw = linear.sent
+            sent += x + w + y
+            back += dy + x + dx + dw + ([] if self.local.overlap.keep_gathered_weights else w)
+        return sum(call.wire_bytes for call in sent), sum(call.wire_bytes for call in back)
+
     def _forward(self, linear: LinearTime, before_s: float) -> TimeBreakdown:
         """Return the time of a linear's forward."""
         seconds, device = linear.gemm_s + linear.excess.forward, self.machine.device
