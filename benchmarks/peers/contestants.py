@@ -72,7 +72,7 @@ def peer_step(model: nn.Module, loss_of: Callable[[nn.Module, Tensor], Tensor], 
     adamw = torch.optim.AdamW(model.parameters(), lr=LR, fused=fused or None)
 
     def step(tokens: Tensor) -> Tensor:
-        with _autocast(precision):
+        with _autocast(precision, tokens.device.type):
             loss = loss_of(model, tokens)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -83,8 +83,8 @@ def peer_step(model: nn.Module, loss_of: Callable[[nn.Module, Tensor], Tensor], 
     return step
 
 
-def _autocast(precision: str) -> AbstractContextManager[None]:
-    return torch.autocast("cpu", torch.bfloat16) if precision == "bf16" else nullcontext()
+def _autocast(precision: str, device: str) -> AbstractContextManager[None]:
+    return torch.autocast(device, torch.bfloat16) if precision == "bf16" else nullcontext()
 
 
 def _initial_weights(size: Size) -> Weights:

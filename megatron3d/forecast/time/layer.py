@@ -344,8 +344,8 @@ class OperationTimes:
             seconds = device.memory_bound_s(elements * num * device.itemsize, accesses.num_kernels * launches)
             found.append(TimeBreakdown({MEMORY: seconds}))
         for move in operation.moves:
-            seconds = device.memory_bound_s(move[backward], move[2 + backward])
-            found.append(TimeBreakdown({MEMORY: seconds}))
+            there, back = (move.forward, move.num_forward), (move.backward, move.num_backward)
+            found.append(TimeBreakdown({MEMORY: device.memory_bound_s(*(back if backward else there))}))
         if operation.gemms:
             found.append(TimeBreakdown({GEMMS: sum(device.gemm_s(*gemm) for gemm in operation.gemms)}))
         if operation.scores is not None:

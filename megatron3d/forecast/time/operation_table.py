@@ -33,12 +33,17 @@ def operation_lists(local: LocalSizes) -> Iterator[tuple[str, LocalSizes, Sequen
 
 def operation_table(local: LocalSizes, machine: Machine) -> list[str]:
     """Return the operations as text, forward | backward; a total is that of a list, with what is recomputed in it."""
-    lists = [(title, list(_rows(*given, machine))) for title, *given in operation_lists(local)]
+    lists = [
+        (title, list(_rows(kind, operations, is_recomputed, machine)))
+        for title, kind, operations, is_recomputed in operation_lists(local)
+    ]
     columns = [*zip(*(numbers for _, rows in lists for _, numbers in rows), strict=True)]
     units = [unit_for(max(map(max, columns[i:j])), kinds) for i, j, kinds in ((0, 2, OPERATIONS), (2, 5, BYTES))]
     (flop, per_flop), (byte, per_byte) = units
     scales = [per_flop] * 2 + [per_byte] * 3 + [1e-3] * 2
-    table = [(flop, "backward", f"kept {byte}", f"sent {byte}", "backward", "ms", "backward", "")]
+    table: list[tuple[str, ...]] = [
+        (flop, "backward", f"kept {byte}", f"sent {byte}", "backward", "ms", "backward", "")
+    ]
     for title, rows in lists:
         table.append(("",) * 7 + (f"{title}:",))
         table += [
