@@ -37,8 +37,8 @@ SCALES = {
     "host_layer_us": (2000.0, 0.0, 0.0, 2e4),
     "host_tensor_us": (500.0, 0.0, 0.0, 2e4),
     "host_nodes": (0.3, 0.0, 0.0, 2.0),
-    "host_pipeline_us": (2000.0, 0.0, 0.0, 2e4),
-    "host_pipeline_tensor_us": (1000.0, 0.0, 0.0, 2e4),
+    "degraded_host_us": (2000.0, 0.0, 0.0, 2e4),
+    "degraded_host_tensor_us": (1000.0, 0.0, 0.0, 2e4),
     "call_us": (50.0, 0.0, 0.0, 2e3),
     "hop_us": (20.0, 0.0, 0.0, 1e3),
     "inner": (0.5, 1.0, 0.5, 6.0),
@@ -48,7 +48,7 @@ SCALES = {
 }
 # Where a search starts: a floor below all layers would not show in any derivative.
 START = {"host_layer_us": 1.5, "host_tensor_us": 0.5, "host_nodes": 0.5, "call_us": 0.5}
-START |= {"host_pipeline_us": 0.5, "host_pipeline_tensor_us": 0.5}
+START |= {"degraded_host_us": 0.5, "degraded_host_tensor_us": 0.5}
 # The terms that a practice's rows can tell apart.
 TERMS = {
     "Megatron-LM, 2021": ("memory", "host_layer_us", "host_tensor_us", "call_us", "inner"),
@@ -57,7 +57,7 @@ TERMS = {
     "PyTorch FSDP on h100": ("products", "attention", "memory", "hidden_tax", "jitter"),
     "nanotron": (
         *("attention", "memory", "hidden_tax", "host_layer_us", "host_tensor_us"),
-        *("host_pipeline_us", "host_pipeline_tensor_us", "host_nodes"),
+        *("degraded_host_us", "degraded_host_tensor_us", "host_nodes"),
         *("call_us", "hop_us", "inner", "outer", "fall", "jitter"),
     ),
 }

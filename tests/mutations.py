@@ -154,6 +154,20 @@ MUTATIONS = [
         ("tests/unit/forecast/search/test_search.py",),
     ),
     Mutation(
+        "hosts of a healthy cluster take the time of a degraded one",
+        "forecast/time/step.py",
+        "if others and machine.network.cluster.is_degraded:",
+        "if others:",
+        ("tests/unit/forecast/time/test_fitted_terms.py",),
+    ),
+    Mutation(
+        "Tensor Cores load rows of any length",
+        "forecast/time/hardware.py",
+        "is_aligned = batch == 1 or not any(",
+        "is_aligned = batch > 0 or not any(",
+        ("tests/unit/forecast/time/test_kernels.py",),
+    ),
+    Mutation(
         "hosts of tensor-parallel ranks cost the same, however many wait for one another",
         "forecast/time/step.py",
         "math.prod(sizes.values()) - 1",

@@ -25,7 +25,8 @@ _NODE: Mapping[str, object] = {
     "num_kv_heads": "",
     "interm_dim": "",
     "tie_word_embeddings": False,
-    "AR Intra-node (GB/s)": 400,
+    "AR Intra-node (GB/s)": 457,
+    "AllReduce (GB/s)": 457,
     "tok/s/gpu": 60000,
     "Mem Res (GB)": 20,
 }
@@ -34,7 +35,7 @@ _LAYOUTS: Sequence[Mapping[str, object]] = (
     {"mbs": 2, "Mem Res (GB)": 30},
     {"dp": 4, "tp": 2, "tok/s/gpu": 50000, "Mem Res (GB)": 15},
     {"dp": 2, "tp": 4, "tok/s/gpu": 40000, "Mem Res (GB)": 12},
-    {"dp": 4, "pp": 2, "tok/s/gpu": 45000, "Mem Res (GB)": 16},
+    {"dp": 4, "pp": 2, "tok/s/gpu": 45000, "Mem Res (GB)": 16, "AR Intra-node (GB/s)": 425},
     {"dp": 4, "pp": 2, "after_pp_fix": False, "tok/s/gpu": 30000, "Mem Res (GB)": 25},
     {"status": "OOM", "mbs": 256},
 )

@@ -34,6 +34,8 @@ from megatron3d.runtime.arguments import MAX_NUMBER, MAX_RANKS, shorten
 
 FOLDER = Path(__file__).parents[2] / "hardware"
 CLUSTERS = FOLDER / "clusters"
+# Bytes of a row that Tensor Cores load at a time (cuBLAS, "Tensor Core Usage").
+LOAD_BYTES = 16
 
 Above0 = Annotated[float, Field(ge=1e-9, le=MAX_NUMBER)]
 AtLeast0 = Annotated[float, Field(ge=0, le=MAX_NUMBER)]
@@ -130,6 +132,7 @@ class Cluster(HardwareFile):
 
     Attributes:
         call_us: time of every collective in addition to its steps: its launch, and waiting for late ranks.
+        is_degraded: collectives measure less bandwidth than those of the same nodes in health, for whatever reason.
         slurm: default options of tools/make_slurm.py.
         cores: CPU cores that ranks share if the accelerators are CPUs; more ranks than cores slow each other down.
         call_busy, bytes_busy: fractions of a collective's latency, and of the time of its bytes, in which it keeps a
@@ -141,6 +144,7 @@ class Cluster(HardwareFile):
     levels: tuple[NetworkLevel, ...] = Field(min_length=1)
     source: str
     call_us: AtLeast0 = 0
+    is_degraded: bool = False
     slurm: SlurmDefaults = SlurmDefaults()
     cores: Ranks | None = None
     call_busy: float = Field(default=1, ge=0, le=1)
@@ -230,22 +234,28 @@ class DeviceModel:
 
     Attributes:
         peak: FLOP/s.
+        plain_peak: FLOP/s without Tensor Cores.
         slowdown: factor by which ranks that share its units are slower than one alone.
         fitted: fitted factors of the framework whose kernels run.
     """
 
     kernels: KernelRates
     peak: float
+    plain_peak: float
     itemsize: int
     slowdown: float = 1.0
     fitted: FittedTerms = NEUTRAL
 
     def gemm_s(self, m: float, n: float, k: float, batch: float = 1) -> float:
-        """Return the seconds of `batch` GEMMs Y[m, n] = X[m, k] W[k, n]."""
+        """Return the seconds of `batch` GEMMs Y[m, n] = X[m, k] W[k, n].
+
+        Tensor Cores load 16 bytes at a time: a batch of GEMMs whose rows are no multiples of them does without.
+        """
         if not min(m, n, k, batch):
             return 0.0
         kernels = self.kernels
-        unit = self.peak * kernels.matmul_fraction / kernels.num_units
+        is_aligned = batch == 1 or not any(size * self.itemsize % LOAD_BYTES for size in (n, k))
+        unit = (self.peak if is_aligned else self.plain_peak) * kernels.matmul_fraction / kernels.num_units
         compute = min(
             math.ceil(math.ceil(m / rows) * math.ceil(n / columns) * batch / kernels.num_units)
             * (2 * rows * columns * (k + kernels.ramp_k) / (unit * fraction))
@@ -287,7 +297,9 @@ def device_model(accelerator: Accelerator, precision: str, itemsize: int, slowdo
         known = ", ".join(accelerator.peak_tflops)
         raise UserError(f"train.precision={precision}: {accelerator.device_names} does not compute in it; use {known}")
     assert accelerator.kernels is not None, "load_accelerator gives accelerators whose kernels are known"
-    return DeviceModel(accelerator.kernels, accelerator.peak_tflops[precision] * 1e12, itemsize, slowdown)
+    peak = accelerator.peak_tflops[precision]
+    plain = min(peak, accelerator.peak_tflops.get("fp32", peak))
+    return DeviceModel(accelerator.kernels, peak * 1e12, plain * 1e12, itemsize, slowdown)
 
 
 @dataclass(frozen=True)

@@ -44,8 +44,7 @@ class FittedTerms(BaseModel):
             multiprocessors that a collective takes.
         host_layer_us: time that the host needs to launch forward and backward of a layer for one microbatch.
         host_tensor_us: the same on top for each other tensor-parallel rank, whose hosts wait for one another.
-        host_pipeline_us, host_pipeline_tensor_us: the same on top of both where such ranks are in a pipeline, whose
-            hosts wait for messages and cannot launch ahead.
+        degraded_host_us, degraded_host_tensor_us: the same on top of both on a degraded cluster.
         host_nodes: exponent with which all of these grow with the nodes of a tensor-parallel group.
         call_us: time of a collective on top of the cluster's.
         hop_us: time of each step of a ring between nodes on top of the cluster's.
@@ -68,8 +67,8 @@ class FittedTerms(BaseModel):
     hidden_tax: AtLeast0 = 0.0
     host_layer_us: AtLeast0 = 0.0
     host_tensor_us: AtLeast0 = 0.0
-    host_pipeline_us: AtLeast0 = 0.0
-    host_pipeline_tensor_us: AtLeast0 = 0.0
+    degraded_host_us: AtLeast0 = 0.0
+    degraded_host_tensor_us: AtLeast0 = 0.0
     host_nodes: Annotated[float, Field(ge=0, le=3)] = 0.0
     call_us: AtLeast0 = 0.0
     hop_us: AtLeast0 = 0.0

@@ -71,8 +71,8 @@ def _host_us(local: LocalSizes, machine: Machine) -> float:
     fitted, sizes = machine.profile.fitted, dict(local.mode.axes)
     others = math.prod(sizes.values()) - 1
     host_us = fitted.host_layer_us + others * fitted.host_tensor_us
-    if others and local.mesh.sizes[PIPELINE] > 1:
-        host_us += fitted.host_pipeline_us + others * fitted.host_pipeline_tensor_us
+    if others and machine.network.cluster.is_degraded:
+        host_us += fitted.degraded_host_us + others * fitted.degraded_host_tensor_us
     return host_us * float(machine.network.num_nodes(local.mesh, tuple(sizes)) ** fitted.host_nodes)
 
 

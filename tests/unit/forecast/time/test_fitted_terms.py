@@ -9,18 +9,23 @@ import pytest
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.forecast.time.breakdown import HOST
+from megatron3d.forecast.time.hardware import load_accelerator, load_cluster
 from megatron3d.forecast.time.practices import NEUTRAL, ON, OURS, ZERO_BUBBLE, FittedTerms, fitted_terms, practice
-from megatron3d.forecast.time.step import load_machine, predict_time, step_time
+from megatron3d.forecast.time.step import make_machine, predict_time, step_time
 from tests.unit.forecast.time.held_out import ROWS, step_for
 
 MODEL = {"num_layers": 8, "hidden_size": 1024, "num_attention_heads": 16, "seq_length": 2048, "vocab_size": 8192}
 
 
-def seconds(fitted: FittedTerms, **parallel: object) -> float:
+def seconds(fitted: FittedTerms, is_degraded: bool = False, **parallel: object) -> float:
     layout = {"tensor_model_parallel_size": 2, "zero_stage": 1, **parallel}
     train = {"global_batch_size": 64, "precision": "bf16"}
     config = Config.model_validate({"model": MODEL, "parallel": layout, "train": train})
-    return predict_time(RunSpec(config, 32), load_machine("eos", "bf16", 32, replace(OURS, fitted=fitted))).step_s
+    cluster = load_cluster("eos").model_copy(update={"is_degraded": is_degraded})
+    accelerator = load_accelerator(cluster.accelerator)
+    return predict_time(
+        RunSpec(config, 32), make_machine(cluster, accelerator, "bf16", 32, replace(OURS, fitted=fitted))
+    ).step_s
 
 
 @pytest.mark.parametrize(
@@ -50,30 +55,34 @@ def test_each_term_slows_a_step_down(term: dict[str, float]) -> None:
 
 def test_host_time_of_tensor_parallelism_needs_it() -> None:
     alone = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 2}
-    terms = FittedTerms(host_tensor_us=5000, host_pipeline_us=5000, host_pipeline_tensor_us=5000, host_nodes=1)
-    assert seconds(terms, **alone) == seconds(NEUTRAL, **alone)
+    terms = FittedTerms(host_tensor_us=5000, degraded_host_us=5000, degraded_host_tensor_us=5000, host_nodes=1)
+    assert seconds(terms, True, **alone) == seconds(NEUTRAL, True, **alone)
     assert HOST == "waiting for the host"
 
 
-def test_host_time_grows_with_the_other_tensor_ranks_their_nodes_and_a_pipeline() -> None:
+def test_host_time_grows_with_the_other_tensor_ranks_and_their_nodes() -> None:
     """Eight layers; each doubling of tensor ranks halves the data ranks, and doubles the microbatches."""
     us, sizes = 50_000, (2, 4, 8)
     of_tensor = [seconds(FittedTerms(host_tensor_us=us), tensor_model_parallel_size=size) for size in sizes]
     each = [step_s / (microbatches * 8 * us * 1e-6) for step_s, microbatches in zip(of_tensor, (4, 8, 16), strict=True)]
     assert each == pytest.approx([1, 3, 7], rel=0.05)
-    split = {"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 4}
-    alone = seconds(FittedTerms(host_tensor_us=us), **split)
-    assert seconds(FittedTerms(host_tensor_us=us, host_pipeline_us=3 * us), **split) == pytest.approx(
-        2 * alone, rel=0.05
-    )
-    more = FittedTerms(host_tensor_us=us, host_pipeline_tensor_us=us)
-    assert seconds(more, **split) == pytest.approx(2 * alone, rel=0.05)
-    assert seconds(FittedTerms(host_pipeline_us=us, host_pipeline_tensor_us=us)) == seconds(NEUTRAL)
     across = {"tensor_model_parallel_size": 16}
     far, near = (seconds(FittedTerms(host_layer_us=us, host_nodes=value), **across) for value in (1, 0))
     assert far == pytest.approx(2 * near, rel=0.05)
     in_a_node = (seconds(FittedTerms(host_layer_us=us, host_nodes=value)) for value in (1, 0))
     assert len({*in_a_node}) == 1
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_the_state_of_a_cluster_and_no_pipeline_costs_more_host_time(stages: int) -> None:
+    us, split = 50_000, {"pipeline_model_parallel_size": stages, "tensor_model_parallel_size": 4}
+    alone = seconds(FittedTerms(host_tensor_us=us), **split)
+    for more in (
+        FittedTerms(host_tensor_us=us, degraded_host_us=3 * us),
+        FittedTerms(host_tensor_us=us, degraded_host_tensor_us=us),
+    ):
+        assert seconds(more, **split) == alone
+        assert seconds(more, True, **split) == pytest.approx(2 * alone, rel=0.05)
 
 
 def test_jitter_grows_with_the_logarithm_of_data_parallel_ranks() -> None:

@@ -12,9 +12,10 @@ import pytest
 
 from megatron3d.config.schema import Config
 from megatron3d.forecast.memory.activations import run_activations
+from megatron3d.forecast.time.hardware import load_accelerator, load_cluster
 from megatron3d.forecast.time.layer import layer_times
-from megatron3d.forecast.time.practices import MEGATRON_2021, MEGATRON_2022
-from megatron3d.forecast.time.step import load_machine, step_time
+from megatron3d.forecast.time.practices import DEEPSPEED, MEGATRON_2021, MEGATRON_2022, practice
+from megatron3d.forecast.time.step import load_machine, make_machine, step_time
 from megatron3d.model.spec import NO_RECOMPUTE, Recompute
 from tests.unit.forecast.time.published import (
     DROPOUTS,
@@ -103,3 +104,60 @@ def test_published_gain_of_scatter_gather() -> None:
         ]
         gains.append(step_time(each[1]).step_s / step_time(each[0]).step_s - 1)
     assert gains[0] < SC21["gains"]["scatter_gather_up_to"] < gains[1] < 0.17
+
+
+# Runs of nanotron behind the Ultrascale playbook: ranks of data, tensor and pipeline, gradient accumulation, layers,
+# hidden and FFN size, ZeRO stage, whether its nodes measured the lower bandwidth, and seconds of a step.
+NANOTRON = (
+    ((2, 2, 2), 128, (28, 3072, 8192), 1, False, 10.19),
+    ((1, 8, 16), 256, (16, 2048, 8192), 0, False, 2.676),
+    ((32, 8, 1), 128, (32, 4096, 14336), 0, True, 106.6),
+)
+
+
+@pytest.mark.parametrize(("ranks", "accumulation", "sizes", "zero", "is_degraded", "measured_s"), NANOTRON)
+def test_hosts_cost_more_by_the_state_of_the_cluster_and_not_by_the_pipeline(
+    ranks: tuple[int, int, int],
+    accumulation: int,
+    sizes: tuple[int, int, int],
+    zero: int,
+    is_degraded: bool,
+    measured_s: float,
+) -> None:
+    """Host times of degraded nodes would make the first two 1.6 and 4 times as long, of others the last a fifth."""
+    (data, tensor, pipeline), (layers, hidden, ffn) = ranks, sizes
+    gpus = data * tensor * pipeline
+    model = {"family": "llama", "num_layers": layers, "hidden_size": hidden, "ffn_hidden_size": ffn}
+    model |= {"num_attention_heads": 32, "num_query_groups": 32, "seq_length": 4096, "vocab_size": 131072}
+    parallel = {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": pipeline, "zero_stage": zero}
+    train = {"micro_batch_size": 1, "global_batch_size": accumulation * data, "precision": "bf16", "bucket_mb": 25.0}
+    sections = {
+        "model": model | {"tie_embeddings": hidden < 4096},
+        "parallel": parallel | {"sequence_parallel": True},
+        "train": train | {"compile": False},
+    }
+    cluster = load_cluster("eos").model_copy(update={"is_degraded": is_degraded})
+    accelerator = load_accelerator(cluster.accelerator)
+    machine = make_machine(cluster, accelerator, "bf16", gpus, practice("nanotron"))
+    step = step_of(Config.model_validate(sections), gpus, machine)
+    assert step_time(step).step_s == pytest.approx(measured_s, rel=0.3)
+
+
+# BigScience's search for the shape of BLOOM: TP, PP, microbatch, and seconds of a step with 96 and with 128 heads,
+# which have 144 and 108 channels (bigscience-workshop/bigscience, train/tr11-176B-ml/chronicles-prequel.md).
+UNALIGNED = ((8, 6, 4, 124.75, 162.72), (4, 12, 2, 107.12, 147.41))
+
+
+@pytest.mark.parametrize(("tensor", "pipeline", "micro", "aligned_s", "unaligned_s"), UNALIGNED)
+def test_heads_of_unaligned_channels_cost_what_was_published(
+    tensor: int, pipeline: int, micro: int, aligned_s: float, unaligned_s: float
+) -> None:
+    parallel = {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": pipeline, "zero_stage": 1}
+    train = {"micro_batch_size": micro, "global_batch_size": 2048, "precision": "fp16", "bucket_mb": 25.0}
+    train |= {"compile": False, "recompute_granularity": "full"}
+    model = {"num_layers": 78, "hidden_size": 13824, "seq_length": 2048, "vocab_size": 250880, **DROPOUTS}
+    machine, seconds = load_machine("selene", "fp16", 384, DEEPSPEED), []
+    for heads in (96, 128):
+        sections = {"model": model | {"num_attention_heads": heads}, "parallel": parallel, "train": train}
+        seconds.append(step_time(step_of(Config.model_validate(sections), 384, machine)).step_s)
+    assert seconds[1] / seconds[0] == pytest.approx(unaligned_s / aligned_s, rel=0.07)
