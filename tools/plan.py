@@ -39,7 +39,7 @@ from megatron3d.forecast.time.practices import OURS, practice
 from megatron3d.forecast.time.step import simulated_step
 from megatron3d.parallel.modes import MODES
 from megatron3d.runtime.arguments import MAX_RANKS, real, whole
-from megatron3d.runtime.files import write_figure, write_text
+from megatron3d.runtime.files import write_figure
 from megatron3d.runtime.outputs import add_overwrite, require_free
 from megatron3d.runtime.program import run_tool
 
@@ -155,16 +155,25 @@ def predict(arguments: argparse.Namespace) -> None:
     """Predict the rows of a file, write them with their predictions, and print the errors by group."""
     if arguments.output is None:
         raise UserError("--output: missing; give the file for the rows with their predictions, such as out.jsonl")
-    rows: list[dict[str, object]] = []
     for path in arguments.predict:
         if not path.exists():
             raise UserError(f"--predict {path}: no such file; give one JSON object per line, or the folder of a run")
-        if path.is_dir():
-            rows.append(predict_line(json.dumps(row_of_run(path, arguments.cluster)).encode(), 1))
-        else:
-            rows += predict_rows(path)
-    write_text(arguments.output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    rows: list[dict[str, object]] = []
+    with arguments.output.open("w", encoding="utf-8") as file:
+        for row in _predicted(arguments):
+            rows.append(row)
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            file.flush()  # a run that is killed has written what it has predicted
     print("\n".join([*error_table(rows), f"wrote {arguments.output}"]))
+
+
+def _predicted(arguments: argparse.Namespace) -> Iterator[dict[str, object]]:
+    """Yield the rows of all files and folders with their predictions."""
+    for path in arguments.predict:
+        if path.is_dir():
+            yield predict_line(json.dumps(row_of_run(path, arguments.cluster)).encode(), 1)
+        else:
+            yield from predict_rows(path)
 
 
 def num_tokens(arguments: argparse.Namespace, config: Config) -> float:

@@ -19,6 +19,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
+from functools import cache
 from typing import Any, NamedTuple
 
 from pydantic import JsonValue
@@ -402,9 +403,17 @@ def pattern_length(arch: Architecture) -> int:
 
 
 def layer_counts(arch: Architecture, layers: Iterable[int]) -> Mapping[int, int]:
-    """Return how many of these layers are of each place in the pattern; a place is also the first layer there."""
-    length = pattern_length(arch)
-    return Counter(layer % length for layer in layers)
+    """Return how many of these layers are of each kind, by the first layer of the model that is of this kind."""
+    firsts = _first_alike(arch)
+    return Counter(firsts[layer % len(firsts)] for layer in layers)
+
+
+@cache
+def _first_alike(arch: Architecture) -> tuple[int, ...]:
+    """Return the first layer of the kind of each place in the pattern, in which a kind may have many places."""
+    firsts: dict[object, int] = {}
+    places = range(pattern_length(arch))
+    return tuple(firsts.setdefault((attention_kind(arch, at), has_experts(arch, at)), at) for at in places)
 
 
 def attention_kinds(arch: Architecture) -> tuple[AttentionKind, ...]:

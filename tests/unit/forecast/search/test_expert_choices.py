@@ -17,6 +17,7 @@ from megatron3d.forecast.search.bounds import in_order, layout_groups
 from megatron3d.forecast.search.options import ExpertChoice, expert_choices
 from megatron3d.forecast.search.problem import PlanningProblem, read_fixed
 from megatron3d.forecast.search.search import search
+from megatron3d.model.spec import layer_counts
 from tools import plan as tool
 
 MIXTRAL = Path("configs/models/mixtral-8x7b.yaml")
@@ -73,3 +74,11 @@ def test_experts_are_split_over_the_tensor_ranks_or_not_at_all() -> None:
     assert [str(each) for each in expert_choices(arch, 2, 4)] == ["EP 1", "EP 2", "EP 4", "EP 1 ETP 2", "EP 2 ETP 2"]
     dense = replace(arch, experts=None)
     assert [*expert_choices(dense, 2, 4)] == [ExpertChoice()]
+
+
+def test_layers_of_a_kind_are_counted_together() -> None:
+    """DeepSeek-V3 lists 61 layers of two kinds; each kind is predicted once, not each layer."""
+    model = {**MODEL, "num_layers": 8, "moe_layer_freq": [0, 0, 1, 1, 1, 1, 1, 1]}
+    arch = PROBLEM.spec(Config.model_validate({"model": model, "train": TRAIN})).arch
+    assert layer_counts(arch, range(8)) == {0: 2, 2: 6}
+    assert layer_counts(arch, [1, 7, 5]) == {0: 1, 2: 2}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron3d.errors import UserError
-from megatron3d.forecast.search.rows import error_table, predict_line, rank_correlation, regrets
+from megatron3d.forecast.search.rows import error_table, predict_line, predict_rows, rank_correlation, regrets
 from megatron3d.forecast.time.practices import PROFILES, fitted_terms, practice
 from tools import plan as tool
 
@@ -92,6 +93,22 @@ def test_the_tool_writes_rows_and_their_errors(tmp_path: Path, capsys: pytest.Ca
     assert tool.main(["--config", "configs/gpt2-124m.yaml", "--cluster", "eos"]) == 2
     told = capsys.readouterr().err
     assert "--output: missing" in told and "no such file" in told and "--num-gpus: missing" in told
+
+
+def test_rows_are_written_as_they_are_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever ends the tool, the rows that it has predicted are in the file."""
+    rows, out = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
+    rows.write_text((json.dumps(ROW) + "\n") * 2, encoding="utf-8")
+    each = predict_rows(rows)
+
+    def stopped(_: Path) -> Iterator[dict[str, Any]]:
+        yield next(each)
+        assert json.loads(out.read_text()) == predicted()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tool, "predict_rows", stopped)
+    assert tool.main(["--predict", str(rows), "--output", str(out)]) == 130
+    assert json.loads(out.read_text()) == predicted()
 
 
 @pytest.mark.parametrize(
