@@ -137,10 +137,12 @@ def run(arguments: argparse.Namespace) -> None:
         return
     resolved = read_config(arguments.config, arguments.overrides)
     problem = problem_of(arguments, resolved.config)
-    found = search(problem, arguments.top, arguments.modes, arguments.thorough)
+    found = search(problem, arguments.top, arguments.modes, arguments.thorough, _tell)
     best = found.plans[0]
     lines = [*result_table(found, problem), "", *explain_plan(best, problem, num_tokens(arguments, problem.config))]
     print("\n".join([*lines, *growing(problem.config)]))
+    if found.is_stopped:
+        raise KeyboardInterrupt("the table is of the layouts that were predicted so far; nothing was written")
     if arguments.nearby:
         print("\n".join(["", *nearby_table(problem, best, search_nearby(problem, best))]))
     if arguments.output:
@@ -149,6 +151,10 @@ def run(arguments: argparse.Namespace) -> None:
     if speeds:
         print("\n".join(["", *scaling_table(speeds)]))
     draw(arguments, found.plans, speeds)
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def predict(arguments: argparse.Namespace) -> None:

@@ -49,9 +49,8 @@ def result_table(found: SearchResult, problem: PlanningProblem) -> list[str]:
         lines.append("layouts with the same number are within 1 %, too close to call: take the simplest of them")
     if found.num_sure < len(found.plans):
         sure = f" but the first {found.num_sure}" * (found.num_sure > 0)
-        lines.append(
-            f"the search was cut: a layout that was not predicted may be faster than all{sure}; see --thorough"
-        )
+        end = "incomplete, the search was stopped" if found.is_stopped else "the search was cut"
+        lines.append(f"{end}: a layout that was not predicted may be faster than all{sure}; see --thorough")
     lines += ["", f"of {found.num_layouts:,} layouts, refused:"]
     return lines + [f"  {number:>7,}  {reason}" for reason, number in found.rejected.most_common(8)]
 

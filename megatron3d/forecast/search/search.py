@@ -11,19 +11,24 @@ from __future__ import annotations
 
 import gc
 import math
+import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 from megatron3d.config.suggest import one_of
 from megatron3d.config.validate.facts import Facts
 from megatron3d.config.validate.rules import check, value_problems
 from megatron3d.config.yaml_origins import show
 from megatron3d.errors import UserError
-from megatron3d.forecast.search.bounds import in_order, layout_groups, reason_of
+from megatron3d.forecast.memory.step_spec import make_step_spec
+from megatron3d.forecast.search.bounds import LayoutGroup, in_order, layout_groups, reason_of
 from megatron3d.forecast.search.options import LayoutChoice, LayoutFields, TensorChoice
 from megatron3d.forecast.search.problem import NOTHING, VALUES, PlanningProblem, PredictedLayout
+from megatron3d.model.linear_spec import num_parameters
+from megatron3d.model.local_sizes import KERNELS
 from megatron3d.parallel.modes import MODES
 
 
@@ -44,6 +49,10 @@ def without_garbage_collection() -> Iterator[None]:
 
 # Layouts that fit or are slower, and are predicted, at most.
 MOST = 400
+# CPU seconds for the bounds, and for bounds and predictions together, unless the search is thorough.
+BOUNDS_S, SEARCH_S = 35.0, 52.0
+# Seconds between two lines of progress.
+PROGRESS_S = 5.0
 # Part of the memory that recomputation must save.
 WORTH = 0.01
 
@@ -54,21 +63,56 @@ class SearchResult:
 
     Attributes:
         num_sure: plans of which it is sure that no layout is faster and absent; all of them, unless the search was cut.
+        is_stopped: Ctrl-C ended the search.
     """
 
     plans: Sequence[PredictedLayout]
     num_layouts: int
     rejected: Counter[str]
     num_sure: int
+    is_stopped: bool = False
+
+
+class Progress:
+    """Lines about a search, some seconds apart, and the CPU time that it has taken."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell, self._told_s, self._start_s = tell, time.monotonic(), time.process_time()
+
+    @property
+    def cpu_s(self) -> float:
+        """CPU seconds since the start."""
+        return time.process_time() - self._start_s
+
+    def update(self, what: str, number: int, best: PredictedLayout | None = None) -> None:
+        """Tell how many layouts were looked at, and the best so far."""
+        if time.monotonic() < self._told_s + PROGRESS_S:
+            return
+        self._told_s = time.monotonic()
+        found = f"{best.step.step_s:.3f} s with {best.layout}" if best else "none"
+        self._tell(f"{number:,} layouts {what}; best so far: {found}")
+
+
+def _silent(line: str) -> None:
+    """Tell nothing."""
 
 
 @without_garbage_collection()
 def search(
-    problem: PlanningProblem, count: int = 10, modes: Sequence[str] = tuple(MODES), is_thorough: bool = False
+    problem: PlanningProblem,
+    count: int = 10,
+    modes: Sequence[str] = tuple(MODES),
+    is_thorough: bool = False,
+    tell: Callable[[str], None] = _silent,
 ) -> SearchResult:
     """Return the `count` fastest layouts of these modes that fit.
 
-    Without `is_thorough` the search is cut after `MOST` predictions; the result says how far it is sure.
+    Without `is_thorough` the search is cut after `MOST` predictions, or after `SEARCH_S` once a layout fits, and bounds
+    after `BOUNDS_S`, those of few tensor-parallel ranks first; the result says how far it is sure.  Ctrl-C ends it with
+    what it has found.
+
+    Args:
+        tell: is called with a line of progress every `PROGRESS_S`.
 
     Raises UserError where there is none, with the commonest reasons, or for values that every layout is refused for.
     For fixed values that no layout has together, it names the values that each may have next to the others.
@@ -79,41 +123,79 @@ def search(
     rejected: Counter[str] = Counter()
     wanted = dict(problem.fixed.values).get("parallel.tensor_parallel_mode")
     modes = [mode for mode in modes if wanted in (None, mode)]
-    groups = list(layout_groups(problem, rejected, modes))
+    progress = Progress(tell)
+    groups, is_cut = _groups(problem, rejected, modes, math.inf if is_thorough else BOUNDS_S, progress)
     if problem.fixed.values and not groups:
         _refuse_fixed(problem, modes)
+    num_layouts = sum(len(group.shapes) for group in groups) + rejected.total()
     plans: list[PredictedLayout] = []
-    tried, least_s = 0, math.inf
-    most = math.inf if is_thorough else MOST
-    for bound in in_order(groups):
-        worst = plans[count - 1].step.step_s if len(plans) == count else math.inf
-        if tried >= most or bound.seconds > worst:
-            least_s = bound.seconds
-            break
-        layout = bound.layout
-        config = layout.apply_to(problem.config)
-        if broken := check(config, problem.num_ranks, problem.vocab_size):
-            rejected[reason_of(broken[0])] += 1
-            continue
-        spec = problem.spec(config)
-        step = problem.step(spec)
-        if step.step_s >= worst:
+    tried, least_s, is_stopped = 0, -math.inf if is_cut else math.inf, False
+    most, most_s = (math.inf, math.inf) if is_thorough else (MOST, SEARCH_S)
+    try:
+        for number, bound in enumerate(in_order(groups)):
+            progress.update("predicted", number, plans[0] if plans else None)
+            worst = plans[count - 1].step.step_s if len(plans) == count else math.inf
+            if tried >= most or bound.seconds > worst or (plans and progress.cpu_s > most_s):
+                least_s = min(least_s, bound.seconds)
+                break
+            layout = bound.layout
+            config = layout.apply_to(problem.config)
+            if broken := check(config, problem.num_ranks, problem.vocab_size):
+                rejected[reason_of(broken[0])] += 1
+                continue
+            spec = problem.spec(config)
+            step = problem.step(spec)
+            if step.step_s >= worst:
+                tried += 1
+                continue
+            memory = problem.fitting_memory(spec)
+            if memory is None or memory.total + (libraries := problem.library_bytes(spec)) > problem.memory_bytes:
+                rejected["needs more memory than a rank has"] += 1
+                continue
             tried += 1
-            continue
-        memory = problem.fitting_memory(spec)
-        if memory is None or memory.total + (libraries := problem.library_bytes(spec)) > problem.memory_bytes:
-            rejected["needs more memory than a rank has"] += 1
-            continue
-        tried += 1
-        plans = worth_showing([*plans, PredictedLayout(layout, config, step, memory, libraries)])[:count]
+            plans = worth_showing([*plans, PredictedLayout(layout, config, step, memory, libraries)])[:count]
+    except KeyboardInterrupt:
+        if not plans:
+            raise
+        least_s, is_stopped = -math.inf, True
     if not plans:
-        reasons = "; ".join(f"{reason} ({number} layouts)" for reason, number in rejected.most_common(3))
-        raise UserError(
-            f"--num-gpus {problem.num_ranks}: no layout of this model fits; use more GPUs, another "
-            f"train.global_batch_size or a smaller model ({reasons})"
-        )
+        _refuse_all(problem, rejected)
     num_sure = sum(plan.step.step_s <= least_s for plan in plans)
-    return SearchResult(plans, sum(len(group.shapes) for group in groups) + rejected.total(), rejected, num_sure)
+    return SearchResult(plans, num_layouts, rejected, num_sure, is_stopped)
+
+
+def _groups(
+    problem: PlanningProblem, rejected: Counter[str], modes: Sequence[str], most_s: float, progress: Progress
+) -> tuple[list[LayoutGroup], bool]:
+    """Return the groups that are found in so many CPU seconds, and whether there may be more."""
+    groups, number = list[LayoutGroup](), 0
+    for group in layout_groups(problem, rejected, modes):
+        groups.append(group)
+        number += len(group.shapes)
+        progress.update("bounded", number)
+        if progress.cpu_s > most_s:
+            return groups, True
+    return groups, False
+
+
+def _refuse_all(problem: PlanningProblem, rejected: Counter[str]) -> NoReturn:
+    """Raise UserError where no layout fits, with the reasons and the least number of ranks that the state needs."""
+    reasons = "; ".join(f"{reason} ({number} layouts)" for reason, number in rejected.most_common(3))
+    state = least_state_bytes(problem)
+    least = math.ceil(state / problem.memory_bytes)
+    told = f"weights, gradients and optimizer alone, {state / 2**30:,.0f} GiB, need {least:,} GPUs or more"
+    raise UserError(
+        f"--num-gpus {problem.num_ranks}: no layout of this model fits; use more GPUs, another "
+        f"train.global_batch_size or a smaller model ({told}; {reasons})"
+    )
+
+
+def least_state_bytes(problem: PlanningProblem) -> float:
+    """Return the bytes of weights, gradients and optimizer of the whole model, of which no rank holds a copy."""
+    alone = TensorChoice(next(iter(MODES)), next(iter(next(iter(MODES.values())).forms)), (1,))
+    step = make_step_spec(problem.spec(LayoutChoice(alone).apply_to(problem.config)), KERNELS["gpu"])
+    params = num_parameters(step.local.arch)
+    return float(params * (2 * step.local.wide + sum(step.state_itemsizes)))
 
 
 def worth_showing(plans: Sequence[PredictedLayout]) -> list[PredictedLayout]:
