@@ -135,8 +135,8 @@ MUTATIONS = [
     Mutation(
         "predictions of other frameworks leave out what their allocators hold",
         "forecast/memory/rank.py",
-        "reserved_for(rank.memory, here, profile)",
-        "reserved_for(rank.memory, here, OURS)",
+        "reserved_for(rank_memory(here), here, profile, most)",
+        "reserved_for(rank_memory(here), here, OURS, most)",
         ("tests/unit/forecast/memory/test_reserved.py",),
     ),
     Mutation(

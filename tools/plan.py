@@ -84,7 +84,8 @@ def problem_of(arguments: argparse.Namespace, config: Config, num_ranks: int | N
     if vocab_size is None:
         raise UserError("model.vocab_size: not known before the tokenizer is read; give --vocab-size")
     accelerator = load_cluster(arguments.cluster).accelerator
-    chosen = practice(arguments.practice, accelerator), read_fixed(arguments.fix), arguments.memory_margin / 100
+    spare = None if arguments.memory_margin is None else arguments.memory_margin / 100
+    chosen = practice(arguments.practice, accelerator), read_fixed(arguments.fix), spare
     return PlanningProblem(config, vocab_size, arguments.cluster, num_ranks or arguments.num_gpus, *chosen)
 
 
@@ -285,8 +286,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--thorough", action="store_true", help=told)
     parser.add_argument("--fix", nargs="+", default=[], metavar="KEY=VALUE", help="only layouts with these values")
     parser.add_argument("--practice", default=OURS.name, metavar="NAME", help="framework that trains (default: ours)")
-    margin = "percent of memory that stays free (default: 8)"
-    parser.add_argument("--memory-margin", type=real(0, 90), default=100 * SPARE, metavar="PERCENT", help=margin)
+    margin = (
+        f"percent of memory that stays free (default: {100 * SPARE:g}, or 0 where a practice's allocator is predicted)"
+    )
+    parser.add_argument("--memory-margin", type=real(0, 90), metavar="PERCENT", help=margin)
     parser.add_argument("--output", type=Path, metavar="FILE", help="the best layout as a configuration that trains")
     parser.add_argument(
         "--nearby", action="store_true", help="also nearby numbers of ranks and batches that are faster"

@@ -12,7 +12,8 @@ Other frameworks reserve more, by terms that are fitted to published runs (`benc
     + logits x bytes + gathered inputs of linears x factor
 
 They keep the logits of a whole microbatch, some a second copy of the gradients.  The memory of a gathered input cannot
-be used again before the accelerator is done with it, so a host that launches ahead reserves one for each layer.
+be used again before the accelerator is done with it, so a host that launches ahead reserves one for each layer, as far
+as there is memory: where the device has no more, torch's allocator waits for the accelerator and uses that again.
 """
 
 from __future__ import annotations
@@ -387,19 +388,20 @@ def transient_peaks(step: StepSpec) -> dict[str, int]:
 _DONE = 2
 
 
-def reserved_for(memory: RankMemory, step: StepSpec, profile: ExecutionProfile) -> RankMemory:
-    """Return the memory that is reserved for these tensors of a rank."""
+def reserved_for(memory: RankMemory, step: StepSpec, profile: ExecutionProfile, most: float = math.inf) -> RankMemory:
+    """Return the memory that is reserved for these tensors of a rank, gathered inputs within `most` bytes in all."""
     terms = profile.fitted
     of_logits = terms.logit_memory * num_logits(step) if terms.logit_memory else 0
     of_gathers = terms.gathered_memory * gathered_inputs(step) if terms.gathered_memory else 0
     peaks = {name: round(size * terms.activation_memory + of_logits) for name, size in memory.transient_peaks.items()}
-    return replace(
+    needed = replace(
         memory,
         gradients=memory.gradients + bucket_copies(memory, step, profile),
         activations=round(memory.activations * terms.activation_memory),
-        buffers=memory.buffers + round(of_gathers),
         transient_peaks=peaks,
     )
+    of_gathers = min(of_gathers, max(most - needed.total, 0))
+    return replace(needed, buffers=needed.buffers + int(of_gathers))
 
 
 def bucket_copies(memory: RankMemory, step: StepSpec, profile: ExecutionProfile) -> int:
@@ -439,11 +441,11 @@ def _gathered(local: LocalSizes) -> int:
 FEW = 8
 
 
-def largest_rank_memory(step: StepSpec, profile: ExecutionProfile = OURS) -> RankMemory:
-    """Return the memory of the pipeline rank that needs most, as a framework with this profile reserves it."""
-    found = fitting_rank_memory(step, math.inf, profile)
-    assert found is not None, "every memory fits into infinite memory"
-    return found
+def largest_rank_memory(step: StepSpec, profile: ExecutionProfile = OURS, most: float = math.inf) -> RankMemory:
+    """Return the memory of the pipeline rank that needs most, as a framework with this profile reserves it where
+    there are `most` bytes."""
+    each = (step.on_pipeline_rank(coord) for coord in candidates(step))
+    return max((reserved_for(rank_memory(here), here, profile, most) for here in each), key=lambda memory: memory.total)
 
 
 def fitting_rank_memory(step: StepSpec, most: float, profile: ExecutionProfile = OURS) -> RankMemory | None:
@@ -455,7 +457,7 @@ def fitting_rank_memory(step: StepSpec, most: float, profile: ExecutionProfile =
         rank = MemoryOfRank(here)
         if rank.least_bytes > most:  # no framework reserves less than the tensors
             return None
-        found.append(reserved_for(rank.memory, here, profile))
+        found.append(reserved_for(rank.memory, here, profile, most))
         if found[-1].total > most:
             return None
     return max(found, key=lambda each: each.total)

@@ -83,7 +83,7 @@ def read_fixed(texts: Sequence[str]) -> FixedKeys:
     return FixedKeys(tuple(values.items()))
 
 
-# Part of memory that is left to the allocator.
+# Part of memory that is left to the allocator, where what it reserves is not predicted.
 SPARE = 0.08
 
 
@@ -110,7 +110,8 @@ class PlanningProblem:
     Attributes:
         profile: execution profile of the framework that trains.
         fixed: values that layouts must have.
-        spare: fraction of memory that is left to the allocator and to errors of the prediction.
+        spare: fraction of memory that is left to the allocator and to errors of the prediction; None: `SPARE`, and
+            nothing for a framework whose allocator's own part is predicted by fitted terms.
     """
 
     config: Config
@@ -119,7 +120,7 @@ class PlanningProblem:
     num_ranks: int
     profile: ExecutionProfile = OURS
     fixed: FixedKeys = NOTHING
-    spare: float = SPARE
+    spare: float | None = None
 
     @cached_property
     def machine(self) -> Machine:
@@ -130,7 +131,9 @@ class PlanningProblem:
     @property
     def memory_bytes(self) -> float:
         """Bytes of a rank that tensors and libraries may use."""
-        return self.machine.device.kernels.memory_gib * 2**30 * (1 - self.spare)
+        is_reserved = self.profile.fitted.activation_memory > 1
+        spare = (0.0 if is_reserved else SPARE) if self.spare is None else self.spare
+        return self.machine.device.kernels.memory_gib * 2**30 * (1 - spare)
 
     @property
     def itemsize(self) -> int:
@@ -158,12 +161,14 @@ class PlanningProblem:
     def memory(self, spec: RunSpec) -> RankMemory:
         """Predict the memory of the rank that needs most."""
         simulated, _ = simulated_specs(spec)
-        return largest_rank_memory(make_step_spec(simulated, KERNELS["gpu"]), self.profile)
+        most = self.memory_bytes - self.library_bytes(spec)
+        return largest_rank_memory(make_step_spec(simulated, KERNELS["gpu"]), self.profile, most)
 
     def fitting_memory(self, spec: RunSpec) -> RankMemory | None:
-        """Predict the memory of the rank that needs most; None if a rank needs more than it may use."""
+        """Predict the memory of the rank that needs most; None if a rank needs more than its libraries leave."""
         simulated, _ = simulated_specs(spec)
-        return fitting_rank_memory(make_step_spec(simulated, KERNELS["gpu"]), self.memory_bytes, self.profile)
+        most = self.memory_bytes - self.library_bytes(spec)
+        return fitting_rank_memory(make_step_spec(simulated, KERNELS["gpu"]), most, self.profile)
 
     def library_bytes(self, spec: RunSpec) -> int:
         """Predict what libraries hold outside torch's allocator, on the pipeline rank with most links."""

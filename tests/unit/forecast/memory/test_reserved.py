@@ -10,6 +10,7 @@ from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.forecast.memory.rank import gathered_inputs, largest_rank_memory, num_logits, rank_memory, reserved_for
 from megatron3d.forecast.memory.step_spec import StepSpec, make_step_spec
+from megatron3d.forecast.search.problem import PlanningProblem
 from megatron3d.forecast.time.practices import OURS, ExecutionProfile, FittedTerms, fitted_terms, practice
 from megatron3d.model.local_sizes import KERNELS
 
@@ -85,3 +86,86 @@ def test_terms_in_use_are_in_bounds() -> None:
     assert 1 < terms.activation_memory < 1.3 and 4 < terms.logit_memory < 24 and 0.5 < terms.gathered_memory < 1
     assert terms.memory_spread[0] < 1 < terms.memory_spread[1]
     assert practice("nanotron").bucket_itemsize == 2
+
+
+# Of the runs behind the Ultrascale playbook: layers, hidden size, heads, ffn; ranks (data, tensor, pipeline), size of
+# microbatches and their number, ZeRO stage, and the GiB that were reserved; None: the run ended out of memory.
+Run = tuple[tuple[int, int, int, int], tuple[int, int, int], int, int, int, float | None]
+LARGE, MEDIUM, SMALL = (80, 8192, 64, 28672), (28, 3072, 32, 8192), (16, 2048, 32, 8192)
+RUNS: tuple[Run, ...] = (
+    (LARGE, (16, 8, 2), 2, 8, 1, 64.31),
+    (LARGE, (32, 8, 2), 2, 4, 1, 66.31),
+    (LARGE, (32, 16, 1), 2, 4, 1, 53.46),
+    (LARGE, (1, 32, 4), 8, 32, 0, 45.33),
+    (MEDIUM, (4, 1, 16), 4, 16, 1, 70.75),
+    (MEDIUM, (2, 4, 2), 16, 8, 1, None),
+    (SMALL, (16, 1, 2), 8, 2, 1, None),
+    (LARGE, (16, 4, 4), 1, 16, 1, None),
+)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_nanotron_runs_that_finished_fit(run: Run) -> None:
+    """What an allocator holds beyond its tensors is predicted, and is not left free once more; and memory of gathered
+    inputs that it may use again is no reason why a run does not fit."""
+    (layers, hidden, heads, ffn), (data, tensor, pipeline), micro, number, zero_stage, reserved = run
+    model: dict[str, object] = {
+        "family": "llama",
+        "num_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+    }
+    model |= {"ffn_hidden_size": ffn, "seq_length": 4096, "vocab_size": 131072, "tie_embeddings": hidden < 4096}
+    parallel: dict[str, object] = {
+        "tensor_model_parallel_size": tensor,
+        "sequence_parallel": tensor > 1,
+        "zero_stage": zero_stage,
+    }
+    train: dict[str, object] = {
+        "micro_batch_size": micro,
+        "global_batch_size": micro * number * data,
+        "precision": "bf16",
+    }
+    parallel["pipeline_model_parallel_size"] = pipeline
+    sections = {"model": model, "parallel": parallel, "train": train | {"bucket_mb": 25.0, "compile": False}}
+    config = Config.model_validate(sections)
+    here = PlanningProblem(config, 131072, "eos", data * tensor * pipeline, practice("nanotron"))
+    spec = here.spec(config)
+    needed = here.memory(spec).total + here.library_bytes(spec)
+    assert (needed <= here.memory_bytes) is (reserved is not None)
+    assert (here.fitting_memory(spec) is None) is (reserved is None)
+
+
+MIXTRAL: dict[str, object] = {
+    "family": "llama",
+    "num_layers": 56,
+    "hidden_size": 6144,
+    "num_attention_heads": 48,
+    "num_query_groups": 8,
+}
+MIXTRAL |= {"ffn_hidden_size": 16384, "seq_length": 4096, "vocab_size": 32000, "moe_ffn_hidden_size": 16384}
+MIXTRAL |= {"num_moe_experts": 8, "moe_router_topk": 2}
+
+
+@pytest.mark.parametrize("name", ["megatron3d", "Megatron-Core 0.8"])
+def test_the_published_layout_of_mixtral_8x22b_fits(name: str) -> None:
+    """It ran on 128 GPUs of 80 GB (Liu et al. 2025, arXiv:2504.14960): TP 2, EP 8, PP 8 with 7 stages a rank."""
+    parallel: dict[str, object] = {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "expert_model_parallel_size": 8,
+    }
+    parallel |= {"pipeline_model_parallel_size": 8, "pipeline_schedule": "interleaved", "zero_stage": 1}
+    parallel["virtual_pipeline_model_parallel_size"] = 7
+    train: dict[str, object] = {"global_batch_size": 256, "precision": "bf16"}
+    config = Config.model_validate({"model": MIXTRAL, "parallel": parallel, "train": train})
+    here = PlanningProblem(config, 32000, "eos", 128, practice(name))
+    assert here.fitting_memory(here.spec(config)) is not None
+
+
+def test_gathered_inputs_take_what_is_left() -> None:
+    step = step_of(pipeline=1, sequence_parallel=True)
+    bare, terms = rank_memory(step), with_terms(gathered_memory=2)
+    added = 2 * gathered_inputs(step)
+    for most, expected in ((bare.total - 1, 0), (bare.total + 5, 5), (bare.total + 2 * added, added)):
+        assert reserved_for(bare, step, terms, most).total - bare.total == expected
