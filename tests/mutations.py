@@ -1379,7 +1379,7 @@ MUTATIONS = [
     Mutation(
         "a cut search is sure of everything",
         "forecast/search/search.py",
-        "            least_s = bound.seconds\n",
+        "                least_s = min(least_s, bound.seconds)\n",
         "",
         ("tests/unit/forecast/search/test_cut_search.py",),
     ),

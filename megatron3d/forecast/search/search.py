@@ -117,9 +117,7 @@ def search(
     Raises UserError where there is none, with the commonest reasons, or for values that every layout is refused for.
     For fixed values that no layout has together, it names the values that each may have next to the others.
     """
-    mode, entry = next(iter(MODES.items()))
-    simplest = LayoutChoice(TensorChoice(mode, next(iter(entry.forms)), (1,))).apply_to(problem.config)
-    UserError.collect(list(value_problems(Facts(simplest, problem.num_ranks, problem.vocab_size))))
+    _refuse_values(problem)
     rejected: Counter[str] = Counter()
     wanted = dict(problem.fixed.values).get("parallel.tensor_parallel_mode")
     modes = [mode for mode in modes if wanted in (None, mode)]
@@ -164,10 +162,22 @@ def search(
     return SearchResult(plans, num_layouts, rejected, num_sure, is_stopped)
 
 
+def _refuse_values(problem: PlanningProblem) -> None:
+    """Raise UserError for values that every layout is refused for."""
+    config = LayoutChoice(_alone()).apply_to(problem.config)
+    UserError.collect(list(value_problems(Facts(config, problem.num_ranks, problem.vocab_size))))
+
+
+def _alone() -> TensorChoice:
+    """Return the choice of a single tensor-parallel rank."""
+    mode, entry = next(iter(MODES.items()))
+    return TensorChoice(mode, next(iter(entry.forms)), (1,))
+
+
 def _groups(
     problem: PlanningProblem, rejected: Counter[str], modes: Sequence[str], most_s: float, progress: Progress
 ) -> tuple[list[LayoutGroup], bool]:
-    """Return the groups that are found in so many CPU seconds, and whether there may be more."""
+    """Return the groups that are found within `most_s` CPU seconds, and whether there may be more."""
     groups, number = list[LayoutGroup](), 0
     for group in layout_groups(problem, rejected, modes):
         groups.append(group)
@@ -192,8 +202,7 @@ def _refuse_all(problem: PlanningProblem, rejected: Counter[str]) -> NoReturn:
 
 def least_state_bytes(problem: PlanningProblem) -> float:
     """Return the bytes of weights, gradients and optimizer of the whole model, of which no rank holds a copy."""
-    alone = TensorChoice(next(iter(MODES)), next(iter(next(iter(MODES.values())).forms)), (1,))
-    step = make_step_spec(problem.spec(LayoutChoice(alone).apply_to(problem.config)), KERNELS["gpu"])
+    step = make_step_spec(problem.spec(LayoutChoice(_alone()).apply_to(problem.config)), KERNELS["gpu"])
     params = num_parameters(step.local.arch)
     return float(params * (2 * step.local.wide + sum(step.state_itemsizes)))
 
