@@ -136,22 +136,13 @@ def search(
             if tried >= most or bound.seconds > worst or (plans and progress.cpu_s > most_s):
                 least_s = min(least_s, bound.seconds)
                 break
-            layout = bound.layout
-            config = layout.apply_to(problem.config)
-            if broken := check(config, problem.num_ranks, problem.vocab_size):
-                rejected[reason_of(broken[0])] += 1
-                continue
-            spec = problem.spec(config)
-            step = problem.step(spec)
-            if step.step_s >= worst:
-                tried += 1
-                continue
-            memory = problem.fitting_memory(spec)
-            if memory is None or memory.total + (libraries := problem.library_bytes(spec)) > problem.memory_bytes:
-                rejected["needs more memory than a rank has"] += 1
+            found = _predict(problem, bound.layout, worst)
+            if isinstance(found, str):
+                rejected[found] += 1
                 continue
             tried += 1
-            plans = worth_showing([*plans, PredictedLayout(layout, config, step, memory, libraries)])[:count]
+            if found is not None:
+                plans = worth_showing([*plans, found])[:count]
     except KeyboardInterrupt:
         if not plans:
             raise
@@ -160,6 +151,21 @@ def search(
         _refuse_all(problem, rejected)
     num_sure = sum(plan.step.step_s <= least_s for plan in plans)
     return SearchResult(plans, num_layouts, rejected, num_sure, is_stopped)
+
+
+def _predict(problem: PlanningProblem, layout: LayoutChoice, worst_s: float) -> PredictedLayout | str | None:
+    """Return a layout with its prediction, the reason why it is refused, or None where its step takes `worst_s`."""
+    config = layout.apply_to(problem.config)
+    if broken := check(config, problem.num_ranks, problem.vocab_size):
+        return reason_of(broken[0])
+    spec = problem.spec(config)
+    step = problem.step(spec)
+    if step.step_s >= worst_s:
+        return None
+    memory = problem.fitting_memory(spec)
+    if memory is None or memory.total + (libraries := problem.library_bytes(spec)) > problem.memory_bytes:
+        return "needs more memory than a rank has"
+    return PredictedLayout(layout, config, step, memory, libraries)
 
 
 def _refuse_values(problem: PlanningProblem) -> None:
