@@ -90,9 +90,7 @@ DEFECTS: Mapping[str, Defect] = {
     "token files without checksums": Defect(
         "token_files", "megatron3d.data.token_files.indexed.hashlib", lambda _: _Hashes(), "wrong data"
     ),
-    "another exception": Defect(
-        "schedule", "megatron3d.pipeline.validate.parse_action", on_refusal(_raise), "KeyError"
-    ),
+    "another exception": Defect("schedule", "megatron3d.pipeline.validate.parse_cell", on_refusal(_raise), "KeyError"),
     "an endless loop": Defect("launches", PARSE, on_refusal(_loop), "TooSlow"),
     "two gigabytes": Defect("launches", PARSE, on_refusal(lambda: bytearray(2**31)), "MemoryError"),
     "a crash": Defect("launches", PARSE, on_refusal(_send(signal.SIGSEGV)), "ended by signal 11"),

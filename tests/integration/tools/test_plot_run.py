@@ -49,7 +49,8 @@ def test_one_and_several_runs_are_drawn(tmp_path: Path, capsys: pytest.CaptureFi
 def test_a_folder_whose_name_is_not_utf_8_is_drawn(suffix: str, tmp_path: Path) -> None:
     run = write_run(Path(os.fsdecode(os.fsencode(tmp_path / "r") + b"\xff\x1b[2J")))
     assert plot_run.main([str(run), "--output", str(tmp_path / f"a.{suffix}")]) == 0
-    assert b"\x1b[" not in (tmp_path / f"a.{suffix}").read_bytes()
+    drawn = (tmp_path / f"a.{suffix}").read_bytes()
+    assert drawn.startswith(PNG) if suffix == "png" else b"\x1b[" not in drawn  # pixels may have any bytes
 
 
 def test_bytes_that_are_not_utf_8_are_a_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
