@@ -47,7 +47,7 @@ def attention_operations(local: LocalSizes, x: Stored) -> list[Operation]:
     found += [_layout(local), *_exchange(local, heads), _core(local, heads)]
     if local.arch.attention_output_gate:
         found.append(_gate(local, found[0].output, found[-1].output))
-    attended = Stored(PROJ, "input", local.inner(local.num_queries * local.arch.value_size))
+    attended = found[-1].output
     return [*found, linear(local, PROJ, attended, local.residual)]
 
 
@@ -218,9 +218,8 @@ def _core(local: LocalSizes, heads: Heads) -> Operation:
     """Return attention from q, k and v to its output, fused or, with dropout, materialized."""
     arch, kv = local.arch, local.arch.kv_channels
     saves = list(_materialized(local, heads) if local.drops_whole_keys else _fused(local, heads))
-    result = [Stored(CORE, "logsumexp", local.inner_tokens * local.num_queries * local.wide), *_uncut(local)]
-    if arch.attention_output_gate:
-        result.append(_before_gate(local))
+    attended = _attended(local)
+    result = [Stored(CORE, "logsumexp", local.inner_tokens * local.num_queries * local.wide), *_uncut(local), attended]
     is_plain = arch.attention_softcap is not None
     scores = Scores(
         local.sequences * local.num_queries,
@@ -230,16 +229,20 @@ def _core(local: LocalSizes, heads: Heads) -> Operation:
         local.seen_share,
         is_plain,
     )
+    flops = 4 * kv * local.scores(backward=False)
+    # Recomputation stops before the last GEMM, whose operands are saved.
+    is_whole = local.drops_whole_keys and arch.seq_length <= DROPOUT_ROWS
     peaks = {f"backward of {CORE}": _attention_backward(local) + local.residual, **_dropout_peak(local)}
     return Operation(
         name=CORE,
         reads=tuple(heads.values()),
-        writes=(result[-1],) if arch.attention_output_gate else tuple(_uncut(local)),
+        writes=(attended,),
         saves=saves,
         module=CORE_ATTN,
         result=result if local.keeps_result else None,
         scores=scores,
-        flops=4 * kv * local.scores(backward=False),
+        flops=flops,
+        flops_in_module=flops // 2 if is_whole and not arch.attention_output_gate else None,
         backward_flops=8 * kv * local.scores(backward=True),
         peaks=peaks,
     )
@@ -252,8 +255,11 @@ def _uncut(local: LocalSizes) -> Iterator[Stored]:
         yield Stored(CORE, "output before its cut", local.inner(width))
 
 
-def _before_gate(local: LocalSizes) -> Stored:
-    return Stored(CORE, "output before its gate", local.inner(local.num_queries * local.arch.kv_channels))
+def _attended(local: LocalSizes) -> Stored:
+    """Return attention's output: the input of its gate, or of the output projection."""
+    if local.arch.attention_output_gate:
+        return Stored(CORE, "output before its gate", local.inner(local.num_queries * local.arch.kv_channels))
+    return Stored(PROJ, "input", local.inner(local.num_queries * local.arch.value_size))
 
 
 def _gate(local: LocalSizes, qkv: Stored, attended: Stored) -> Operation:
@@ -270,7 +276,7 @@ def _gate(local: LocalSizes, qkv: Stored, attended: Stored) -> Operation:
 
 
 def _fused(local: LocalSizes, heads: Heads) -> Iterator[Stored]:
-    """Yield what fused attention keeps: q, k, v and a number per row of scores; its output is proj's input."""
+    """Yield what fused attention keeps: q, k, v, a number per row of scores, and its output unless ranks send it."""
     yield from heads.values()
     is_packed = local.masks_documents or local.window is not None or bool(local.mode.context)
     is_packed = is_packed or not local.arch.has_vanilla_softmax
@@ -279,7 +285,8 @@ def _fused(local: LocalSizes, heads: Heads) -> Iterator[Stored]:
     yield Stored(CORE, "logsumexp", local.inner_tokens * local.num_queries * local.wide)
     if local.arch.softmax_type == "off-by-one":
         yield Stored(CORE, "sinks of 0", local.num_queries * local.itemsize)
-    yield from _uncut(local) if not local.mode.context or keeps_queries(local) else ()
+    if not local.mode.context or keeps_queries(local):
+        yield next(_uncut(local), _attended(local))
 
 
 def _materialized(local: LocalSizes, heads: Heads) -> Iterator[Stored]:
@@ -295,7 +302,7 @@ def _materialized(local: LocalSizes, heads: Heads) -> Iterator[Stored]:
     by_head = local.inner(local.num_queries * local.arch.kv_channels)
     is_copied = local.sequences > 1 and local.num_queries > 1
     yield Stored(CORE, "q by head", by_head) if is_copied else heads["q"]
-    yield Stored(CORE, "k and v by head", 2 * by_head)
+    yield Stored(CORE, "k and v by head", 2 * by_head * local.mesh.size(local.mode.context))
     masks = local.sequences if local.masks_documents else 1
     yield Stored(CORE, "positions not seen", masks * local.positions * seq)
     sinks = 0 if local.arch.softmax_type == "vanilla" else local.inner_tokens * local.num_queries

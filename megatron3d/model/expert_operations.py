@@ -30,9 +30,10 @@ from megatron3d.parallel.mesh import Axes
 from megatron3d.parallel.modes.mode import ALLGATHER
 
 ROUTER, EXPERT_FC1, ACTIVATION, EXPERT_FC2, COMBINE = (
-    f"mlp.{name}" for name in ("router", "experts.fc1", "experts.activation", "experts.fc2", "experts.combine")
+    f"mlp.{name}" for name in ("router", "experts.fc1", "experts.activation", "experts.fc2", "combine")
 )
 PADDING = "mlp.experts.padding"
+EXPERT_RANKS = "mlp.expert_ranks"
 # Counts of tokens of each sequence are reduced as fp32.
 _COUNT_BYTES = 4
 
@@ -65,9 +66,12 @@ def expert_operations(local: LocalSizes, experts: Experts, x: Stored) -> list[Op
         kernels=(MemoryKernel("activation", rows * ffn * (1.5 if local.is_gated else 1)),),
         peaks=_gradients(local, ACTIVATION, (5 if local.is_gated else 3) * rows * ffn),
     )
+    # The biases of rows that have their weights are saved; all ranks but the first of those that split experts add 0.
+    adds_zeros = local.arch.has_mlp_bias and any(local.mesh.coord(axis) for axis in local.mode.etensor)
+    zeros = [Stored(EXPERT_FC2, "biases of 0", count * hidden * size)] if adds_zeros else []
     fc2 = Operation(
         name=EXPERT_FC2,
-        saves=(between.output,),
+        saves=(between.output, *zeros),
         gemms=(LocalGemm(each, hidden, ffn, count),),
         is_deferred=True,
         flops=2 * rows * hidden * ffn,
@@ -79,7 +83,7 @@ def expert_operations(local: LocalSizes, experts: Experts, x: Stored) -> list[Op
     there = [outer.dispatch(), exchange.dispatch()]
     combine = _combine(local, experts)
     back = [combine, exchange.returned()] if exchange.gathers else [exchange.returned(), combine]
-    gate = [_shared_gate(local, x, spread, collect)] if experts.has_shared_gate else []
+    gate = _shared_gate(local, x, spread, collect) if experts.has_shared_gate else ()
     last = Operation(name="mlp.residual", sent=collect, sent_back=spread)
     computed = [*_padding(local, rows), fc1, between, fc2]
     return [whole, _router(local, experts, x), *there, *shared, *computed, *back, outer.returned(), *gate, last]
@@ -118,10 +122,6 @@ def _back_to_residual(local: LocalSizes) -> Iterator[Traffic]:
         yield ring("all_to_all", features, local.residual, local.mesh)
 
 
-def _moves(local: LocalSizes) -> bool:
-    return bool(local.mesh.nontrivial((*local.mode.residual[1], *local.mode.copies)))
-
-
 def _router(local: LocalSizes, experts: Experts, x: Stored) -> Operation:
     """Return the router, which keeps its input, the choice of experts, the order of rows, and what its losses need."""
     hidden, home, balance = local.arch.hidden_size, local.home_tokens, local.arch.balance
@@ -143,7 +143,7 @@ def _router(local: LocalSizes, experts: Experts, x: Stored) -> Operation:
     kernels = (MemoryKernel("rows", local.expert_rows * hidden),)
     return Operation(
         name=ROUTER,
-        saves=(_whole_rows(local) if _moves(local) else x, *_choice(local, experts)),
+        saves=(_whole_rows(local, x), *_choice(local, experts)),
         once=(chosen,),
         kernels=kernels,
         gemms=(LocalGemm(home, experts.num_experts, hidden),),
@@ -159,8 +159,12 @@ def _router(local: LocalSizes, experts: Experts, x: Stored) -> Operation:
     )
 
 
-def _whole_rows(local: LocalSizes) -> Stored:
-    return Stored(ROUTER, "whole rows", local.home_tokens * local.arch.hidden_size * local.itemsize)
+def _whole_rows(local: LocalSizes, x: Stored) -> Stored:
+    """Return what holds the whole rows of this rank: x, or what an all-to-all gives, of which they may be a part."""
+    if not local.mesh.nontrivial(local.mode.residual[1]):
+        return x
+    rows = local.home_tokens * local.mesh.size(local.mode.copies)
+    return Stored(ROUTER, "whole rows", rows * local.arch.hidden_size * local.itemsize)
 
 
 def _choice(local: LocalSizes, experts: Experts) -> Iterator[Stored]:
@@ -213,7 +217,7 @@ class _Exchange:
     def dispatch(self) -> Operation:
         """Return the way there."""
         sent, back, again = self._calls(False)[:-1], self._calls(True)[1:], self._calls(False, again=True)[:-1]
-        is_inner = self.name == "mlp.experts"
+        is_inner = self.name == EXPERT_RANKS
         return Operation(
             name=f"{self.name}.dispatch",
             sent=sent,
@@ -244,7 +248,7 @@ def dispatch_sizes(local: LocalSizes, experts: Experts) -> DispatchSizes:
 
 def _exchange(local: LocalSizes, experts: Experts) -> _Exchange:
     axes = local.mesh.nontrivial(local.mode.experts)
-    return _Exchange("mlp.experts", local, axes, local.mode.dispatcher, dispatch_sizes(local, experts))
+    return _Exchange(EXPERT_RANKS, local, axes, local.mode.dispatcher, dispatch_sizes(local, experts))
 
 
 def _gather(local: LocalSizes, experts: Experts) -> _Exchange:
@@ -268,19 +272,13 @@ def _combine(local: LocalSizes, experts: Experts) -> Operation:
     )
 
 
-def _shared_gate(local: LocalSizes, x: Stored, spread: list[Traffic], collect: list[Traffic]) -> Operation:
-    """Return the gate of the shared experts: a product of whole rows with one column, and of its sigmoid with them."""
+def _shared_gate(local: LocalSizes, x: Stored, spread: list[Traffic], collect: list[Traffic]) -> Iterator[Operation]:
+    """Yield the gate of the shared experts, a product of whole rows with one column, and what it multiplies."""
     home, hidden = local.home_tokens, local.arch.hidden_size
-    moves = _moves(local)
-    kept = Stored(COMBINE, "output of shared experts", home * hidden * local.itemsize)
-    return Operation(
-        name="mlp.shared_gate",
-        saves=(_whole_rows(local) if moves else x, kept),
-        flops=2 * hidden * home,
-        backward_flops=4 * hidden * home,
-        sent=spread,
-        sent_back=collect,
-    )
+    whole, flops = _whole_rows(local, x), 2 * hidden * home
+    yield Operation(name="mlp.shared_gate", saves=(whole,), flops=flops, backward_flops=2 * flops)
+    kept = Stored("mlp.gated", "output of shared experts", home * hidden * local.itemsize)
+    yield Operation(name="mlp.gated", saves=(kept,), sent=spread, sent_back=collect)
 
 
 def _combination_peak(local: LocalSizes, experts: Experts, is_again: bool) -> int:

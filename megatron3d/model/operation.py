@@ -91,7 +91,7 @@ class Operation:
         chunks: chunks of tokens of a linear whose forward computes dgrad and wgrad as well; 0: backward does. Nothing
             overlaps with the collectives of such a forward, which are `sent`.
         gemms: its GEMMs where it is no linear; `is_deferred`: their wgrad may be deferred.
-        flops, backward_flops: of all of its GEMMs.
+        flops, backward_flops: of all of its GEMMs; `flops_in_module`: those recomputed with its module, None: `flops`.
         sent, sent_back: collectives of forward and of backward; of other linears they follow from the plan.
         sent_in_layer, sent_in_module: those of a forward that is recomputed with its layer, or with its module, whose
             result may be kept; None: as `sent`.
@@ -117,6 +117,7 @@ class Operation:
     scores: Scores | None = None
     flops: int = 0
     backward_flops: int = 0
+    flops_in_module: int | None = None
     sent: Sequence[Traffic] = ()
     sent_back: Sequence[Traffic] = ()
     sent_in_layer: Sequence[Traffic] | None = None
@@ -138,6 +139,10 @@ class Operation:
         """Return the collectives of its recomputation, with one of these modules or, if there are none, its layer."""
         found = self.sent_in_module if modules else self.sent_in_layer
         return self.sent if found is None else found
+
+    def flops_again(self, modules: Collection[object]) -> int:
+        """Return the FLOPs of its recomputation, with one of these modules or, if there are none, its layer."""
+        return self.flops_in_module if modules and self.flops_in_module is not None else self.flops
 
     def is_again(self, modules: Collection[object]) -> bool:
         """Return whether it is recomputed where these modules are."""
@@ -274,6 +279,7 @@ def dropout(local: LocalSizes, site: str) -> Iterator[Operation]:
         numel = local.tokens * local.hidden
         yield Operation(
             name=site,
+            writes=(Stored(site, "output", local.residual),),
             saves=(Stored(site, "mask", numel),),
             kernels=(MemoryKernel("dropout", numel),),
             peaks={"hash of a dropout mask": hash_bytes(numel)},
@@ -283,7 +289,7 @@ def dropout(local: LocalSizes, site: str) -> Iterator[Operation]:
 def added(local: LocalSizes, site: str) -> Operation:
     """Return the addition of a module's output to the residual stream."""
     x = Stored(site, "residual stream", local.residual)
-    return Operation(name=f"{site}.add", writes=(x,), kernels=(MemoryKernel("add", local.tokens * local.hidden),))
+    return Operation(name=f"{site}_add", writes=(x,), kernels=(MemoryKernel("add", local.tokens * local.hidden),))
 
 
 # What rules of differentiation read: relu's its output, which is the input of fc2 as well, those that are listed their

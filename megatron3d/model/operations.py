@@ -141,10 +141,12 @@ def ahead_operations(local: LocalSizes) -> list[Operation]:
     found: list[Operation] = []
     for site, path in zip(("hidden_norm", "embedding_norm"), MTP_LINEARS, strict=True):
         normed = stream_norm(local, site, Stored(site, "input", local.residual))
-        found += [normed, linear(local, path, normed.output, local.residual, local.mtp_matmuls[path])]
-    summed = replace(added(local, "mtp"), kernels=(MemoryKernel("add", local.tokens * local.hidden),))
+        matmul = local.mtp_matmuls[path]
+        found += [normed, linear(local, path, normed.output, matmul.y * local.itemsize, matmul)]
+    summed = replace(added(local, "mtp"), writes=found[-1].writes)
     relayout = Operation(
         name="mtp.relayout",
+        writes=(Stored("mtp.relayout", "output", local.residual),),
         sent=relayout_traffic(mode.inner, mode.residual, local.mesh, num_bytes),
         sent_back=relayout_traffic(mode.residual, mode.inner, local.mesh, num_bytes),
     )

@@ -55,7 +55,9 @@ def _changed(x_MF: Tensor, source: Layout, target: Layout, comm: Comm) -> Tensor
     for change in changes:
         low, high = span(x_MF.shape[change.dim], change.kept, comm.mesh)
         x_MF = x_MF.narrow(change.dim, low, high - low)
-    return x_MF.contiguous()
+    x_MF = x_MF.contiguous()
+    # Rows that are cut out would keep all that was gathered in memory.
+    return x_MF if x_MF.nbytes == x_MF.untyped_storage().nbytes() else x_MF.clone()
 
 
 class TokenRelayout:

@@ -195,5 +195,8 @@ def local_layer_flops(local: LocalSizes, again: bool) -> int:
     return _flops(layer_operations(local), modules_of(local), again)
 
 
-def _flops(operations: Iterable[Operation], modules: Collection[object], again: bool) -> int:
-    return sum((1 + (again or each.is_again(modules))) * each.flops + each.backward_flops for each in operations)
+def _flops(operations: Sequence[Operation], modules: Collection[object], again: bool) -> int:
+    total = sum(each.flops + each.backward_flops for each in operations)
+    if again:
+        return total + sum(each.flops for each in operations)
+    return total + sum(each.flops_again(modules) for each in operations if each.is_again(modules))
