@@ -128,7 +128,13 @@ def head_operations(local: LocalSizes) -> list[Operation]:
         backward_flops=2 * flops,
         sent=sent,
     )
-    loss = Operation(name="loss", reads=head.writes, kernels=(MemoryKernel("loss", matmul.y, chunks),), sent=sums)
+    loss = Operation(
+        name="head.loss",
+        reads=head.writes,
+        writes=(Stored("head", "loss", local.wide),),
+        kernels=(MemoryKernel("loss", matmul.y, chunks),),
+        sent=sums,
+    )
     return [normed, head, loss]
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron3d.config.run_spec import RunSpec
-from tests.support.equality import VOCAB_SIZE
+from megatron3d.model.local_sizes import LocalSizes
+from megatron3d.model.operation import Operation
+from tests.support import operation_record
+from tests.support.equality import MODELS, VOCAB_SIZE, configure
 from tests.support.layout_rows import ROWS, build, name_of, pick
 from tests.support.operation_record import problems
 
@@ -21,3 +26,35 @@ def test_operations_are_those_of_the_step(place: int, tmp_path: Path) -> None:
     """On the last rank, whose coordinates are not 0."""
     _, config, num_ranks = build(ROWS[place], tmp_path)
     assert problems(RunSpec(config, num_ranks, VOCAB_SIZE, num_ranks - 1)) == []
+
+
+FC2, CORE = "mlp.fc2", "attention.core"
+WRONG: dict[str, tuple[str, Callable[[Operation], Sequence[Operation]]]] = {
+    "left out": (FC2, lambda each: []),
+    "doubled": (FC2, lambda each: [each, each]),
+    "without what it keeps": (FC2, lambda each: [replace(each, saves=())]),
+    "without what it writes": ("attention.proj", lambda each: [replace(each, writes=())]),
+    "that sends nothing": ("input_norm", lambda each: [replace(each, sent=())]),
+    "whose backward sends nothing": ("input_norm", lambda each: [replace(each, sent_back=())]),
+    "with half of its FLOPs": (CORE, lambda each: [replace(each, flops=each.flops // 2)]),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_wrong_operation_is_named(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list with a seeded error in one operation differs from the step there, and nowhere else."""
+    parallel = {"tensor_model_parallel_size": 4, "tensor_parallel_mode": "2d"}
+    config = configure(
+        {**next(iter(MODELS.values())), "num_layers": 1}, parallel, micro_batch_size=8, global_batch_size=8
+    )
+    spec = RunSpec(config, 4, VOCAB_SIZE, 3)
+    wrong, change = WRONG[what]
+    right = operation_record.layer_operations
+
+    def listed(local: LocalSizes) -> list[Operation]:
+        return [one for each in right(local) for one in (change(each) if each.name == wrong else [each])]
+
+    assert problems(spec) == []
+    monkeypatch.setattr(operation_record, "layer_operations", listed)
+    found = problems(spec)
+    assert found and all(f"layers.0.{wrong}" in problem for problem in found), found

@@ -241,7 +241,7 @@ class Listed(NamedTuple):
         each, matmul = self.operation, self.operation.matmul
         calls = list(each.sent if direction == FORWARD else [*(self.again or ()), *each.sent_back])
         gemms = list[Gemm]()
-        if matmul is not None:
+        if matmul is not None and not each.chunks:
             calls += self._linear_calls(direction)
             m, n, k = map(round, matmul.multiplied(self.local.mesh))
             forward, backward = [(m, n, k)], [(m, k, n), (n, k, m)]
@@ -249,6 +249,9 @@ class Listed(NamedTuple):
             gemms = [(min(gemm[:2]), max(gemm[:2]), gemm[2]) for gemm in chosen] * (not self.local.overlap.in_rounds)
         again_flops = 0 if self.again is None else each.flops_again(modules_of(self.local))
         flops = each.flops if direction == FORWARD else each.backward_flops + again_flops
+        if each.chunks:  # forward computes the gradients
+            whole = each.flops + each.backward_flops
+            flops = whole if direction == FORWARD else whole * (self.again is not None)
         kept = [stored.num_bytes for stored in self.kept] if direction == FORWARD else []
         written = [stored.num_bytes for stored in each.writes] if direction == FORWARD else []
         return Work(flops, Counter(gemms), Counter(map(_rounded, calls)), kept, written)
@@ -332,8 +335,6 @@ def _differences(module: str, direction: str, listed: Sequence[Listed], seen: Wo
     for _, work in works:
         calls += work.calls
         gemms += work.gemms
-    if module.endswith("head"):
-        seen = Work(kept=seen.kept)
     for call in sorted({*calls, *seen.calls}):
         if calls[call] != seen.calls[call]:
             by = ", ".join(path for path, work in works if call in work.calls) or names
