@@ -160,11 +160,10 @@ def _router(local: LocalSizes, experts: Experts, x: Stored) -> Operation:
 
 
 def _whole_rows(local: LocalSizes, x: Stored) -> Stored:
-    """Return what holds the whole rows of this rank: x, or what an all-to-all gives, of which they may be a part."""
-    if not local.mesh.nontrivial(local.mode.residual[1]):
+    """Return the whole rows of this rank: x, or a copy of what an all-to-all gives, or of a part of x."""
+    if not local.mesh.nontrivial((*local.mode.residual[1], *local.mode.copies)):
         return x
-    rows = local.home_tokens * local.mesh.size(local.mode.copies)
-    return Stored(ROUTER, "whole rows", rows * local.arch.hidden_size * local.itemsize)
+    return Stored(ROUTER, "whole rows", local.home_tokens * local.arch.hidden_size * local.itemsize)
 
 
 def _choice(local: LocalSizes, experts: Experts) -> Iterator[Stored]:
@@ -263,7 +262,8 @@ def _combine(local: LocalSizes, experts: Experts) -> Operation:
     combined = rows_combined(local, experts) * hidden
     gathered = local.gathered_tokens * hidden * (ranks if _gathers(local) else local.etensor_ranks > 1)
     grads = gathered + (1 + _exchanges(local)) * max(local.expert_rows * hidden, combined)
-    grads += _padded_rows(local, experts) * hidden
+    if padded := _padded_rows(local, experts):  # the gathered gradient is free when rows are padded
+        grads = max(grads, (padded + local.expert_rows) * hidden)
     return Operation(
         name=COMBINE,
         saves=(_order(local, experts),),

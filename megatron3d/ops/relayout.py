@@ -87,7 +87,8 @@ class TokenRelayout:
             blocks = x_MH.unflatten(0, (self.comm.mesh.size(self.features), -1))
             x_MH = self.comm.all_to_all(blocks, self.features).wait().movedim(0, 1).flatten(1)
         if self.copies:
-            x_MH = x_MH.chunk(self.comm.mesh.size(self.copies))[self.comm.mesh.index(self.copies)]
+            # A copy, since a view would keep the rows of all copies in memory.
+            x_MH = x_MH.chunk(self.comm.mesh.size(self.copies))[self.comm.mesh.index(self.copies)].clone()
         return x_MH
 
     def collect(self, rows_MH: Tensor) -> Tensor:
