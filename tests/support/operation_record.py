@@ -376,7 +376,8 @@ def _run(spec: RunSpec) -> tuple[ModuleRecord, StepSpec]:
         at = replace(at, tokens_BL=at.tokens_BL.clone(), ahead=tuple(ahead_too))
         held = [tensor for tensors in tensors_by_kind(state).values() for tensor in tensors]
         tables = [tensor for each in at.rotary for tensor in each]
-        labels = [each.target.labels_M for each in (at, *at.ahead) if each.target]
+        targets = [at.target, *(each.target for each in at.ahead)]
+        labels = [target.labels_M for target in targets if target]
         shape, dtype = (local.tokens, local.hidden), next(model.parameters()).dtype
         inputs = [
             None if each.has_embedding else torch.empty(shape, dtype=dtype).requires_grad_() for each in model.stages
