@@ -124,6 +124,12 @@ def padded_rows(balance: Balance, experts: Experts, num_tokens: int, seq_length:
     return capacity_of(balance.capacity_factor, seq_length, experts) * num_tokens // seq_length
 
 
+def sharing_axes(mode: Mode) -> Axes:
+    """Return the axes of the ranks that have tokens of the sequences of one rank of the experts, with it."""
+    group = *mode.experts, *mode.etensor
+    return *group, *(axis for axis in mode.home if axis not in {*group, *mode.batch_axes})
+
+
 def router_notes(balance: Balance | None) -> list[str]:
     """Return what a run says at its start about routers that do not choose, and losses that depend on the layout."""
     notes = list[str]()

@@ -16,10 +16,13 @@ from megatron3d.experts.plan import (
     SEQUENCE,
     DispatchSizes,
     Experts,
+    RowsSent,
     backward_traffic,
     balanced_exchange,
     forward_traffic,
     padded_rows,
+    sharing_axes,
+    tokens_traffic,
 )
 from megatron3d.model.linear_spec import SHARED_FC1, SHARED_FC2
 from megatron3d.model.local_sizes import LocalSizes
@@ -205,26 +208,34 @@ class _Exchange:
         """Whether a rank has the tokens of all ranks, and adds its experts' part of their outputs."""
         return bool(self.axes) and self.dispatcher == ALLGATHER
 
+    @property
+    def _given(self) -> tuple[str, Axes, DispatchSizes, int, RowsSent]:
+        ranks = self.local.mesh.size(self.axes)
+        rows = balanced_exchange(self.sizes, ranks, self.local.mesh.index(self.axes))
+        return self.dispatcher, self.axes, self.sizes, ranks, rows
+
     def _calls(self, backward: bool, again: bool = False) -> list[Traffic]:
         if not self.axes:
             return []
-        ranks = self.local.mesh.size(self.axes)
-        rows = balanced_exchange(self.sizes, ranks, self.local.mesh.index(self.axes))
-        given = self.dispatcher, self.axes, self.sizes, ranks, rows
-        return backward_traffic(*given) if backward else forward_traffic(*given, again)
+        return backward_traffic(*self._given) if backward else forward_traffic(*self._given, again)
+
+    def _tokens(self, backward: bool) -> list[Traffic]:
+        """Return the collective that is in flight during the shared experts, if this is that of their layer."""
+        if not self.axes or self.name != EXPERT_RANKS:
+            return []
+        return [tokens_traffic(*self._given, backward)]
 
     def dispatch(self) -> Operation:
         """Return the way there."""
         sent, back, again = self._calls(False)[:-1], self._calls(True)[1:], self._calls(False, again=True)[:-1]
-        is_inner = self.name == EXPERT_RANKS
         return Operation(
             name=f"{self.name}.dispatch",
             sent=sent,
             sent_back=back,
             sent_in_layer=again,
-            hidden=sent[-1:] if is_inner else (),
-            hidden_back=(back[:1] if self.gathers else back[-1:]) if is_inner else (),
-            behind=(SHARED_FC1, SHARED_FC2) if is_inner else (),
+            hidden=self._tokens(False),
+            hidden_back=self._tokens(True),
+            behind=(SHARED_FC1, SHARED_FC2),
             hides_if="overlaps_shared_experts",
             busiest=self._busiest,
         )
@@ -315,9 +326,7 @@ def worst_load(local: LocalSizes, experts: Experts) -> float:
 
 def _tokens_of_sequences(local: LocalSizes) -> int:
     """Return the tokens of all sequences that any rank of this rank's expert group has tokens of."""
-    group = {*local.mode.experts, *local.mode.etensor}
-    others = (axis for axis in local.mode.home if axis not in {*group, *local.mode.batch_axes})
-    return local.home_tokens * local.mesh.size(local.mesh.nontrivial((*group, *others)))
+    return local.home_tokens * local.mesh.size(local.mesh.nontrivial(sharing_axes(local.mode)))
 
 
 def computed_rows(local: LocalSizes, experts: Experts) -> int:

@@ -21,7 +21,16 @@ from torch.autograd.graph import get_gradient_edge
 
 from megatron3d.experts.dispatch import DISPATCH, ExpertRanks, gather_tokens, reduce_rows
 from megatron3d.experts.grouped_matmul import GroupedMatmul, add_biases
-from megatron3d.experts.plan import GLOBAL, MICROBATCH, SEQUENCE, Balance, Experts, capacity_of, padded_rows
+from megatron3d.experts.plan import (
+    GLOBAL,
+    MICROBATCH,
+    SEQUENCE,
+    Balance,
+    Experts,
+    capacity_of,
+    padded_rows,
+    sharing_axes,
+)
 from megatron3d.experts.router import (
     Capacity,
     Routes,
@@ -230,10 +239,7 @@ class MoE(nn.Module):
         self.shared_experts = MLP(layer, build, SHARED_FC1, SHARED_FC2) if experts.shared_ffn_hidden_size else None
         self.shared_gate = SharedGate(f"{name}.shared_gate", build) if experts.has_shared_gate else None
         self.router = Router(f"{name}.router", experts, build)
-        # Ranks that have tokens of the sequences of one rank of the experts, with it.
-        group = {*build.mode.experts, *build.mode.etensor}
-        others = (axis for axis in build.mode.home if axis not in {*group, *build.mode.batch_axes})
-        self.num_sharing = build.comm.mesh.size(build.live((*group, *others)))
+        self.num_sharing = build.comm.mesh.size(build.live(sharing_axes(build.mode)))
         self.experts = ExpertMLP(f"{name}.experts", self.ranks.num_local, build)
 
     def forward(self, x_MH: Tensor, at: Pass) -> Tensor:

@@ -314,11 +314,6 @@ class LocalSizes:
         """Bytes of this rank's shard of the residual stream."""
         return self.tokens * self.hidden * self.itemsize
 
-    @property
-    def splits_features(self) -> bool:
-        """Whether norms reduce their statistics over ranks."""
-        return bool(self.mesh.nontrivial(self.mode.residual[1]))
-
     @cached_property
     def inner_tokens(self) -> int:
         """This rank's tokens inside attention and MLP: its positions of whole sequences."""

@@ -163,11 +163,6 @@ class Architecture(ModelOptions):
         return self.kv_lora_rank is not None
 
     @property
-    def latent_sizes(self) -> tuple[int, ...]:
-        """Sizes of the normalized latents of attention."""
-        return tuple(size for size in (self.q_lora_rank, self.kv_lora_rank) if size is not None)
-
-    @property
     def key_size(self) -> int:
         """Size of a head's queries and keys; kernels see `kv_channels`, with zeros behind the shorter of both."""
         return self.qk_head_dim + self.qk_pos_emb_head_dim if self.is_latent else self.kv_channels

@@ -278,7 +278,7 @@ class OperationTimes:
 
     def times(self, operation: Operation) -> LayerTimes:
         """Return the times of one operation next to the others, without recomputation."""
-        forward = self._compute(operation, False).plus(self._sent(operation, operation.sent, False))
+        forward = self.forward(operation)
         dgrad, wgrad = self._compute(operation, True), self._weight_grad(operation)
         half, late, whole = (dgrad.plus(self._sent(operation, operation.sent_back, True)), wgrad, dgrad.plus(wgrad))
         whole = whole.plus(self._sent(operation, operation.sent_back, True, 2))
@@ -286,9 +286,15 @@ class OperationTimes:
             return LayerTimes(forward, half, late, whole)
         backward = self._backward(linear)
         return LayerTimes(
-            forward.plus(self._forward(linear, self.before[operation.name])),
+            forward,
             *(one.plus(other) for one, other in zip((half, late, whole), backward, strict=True)),
         )
+
+    def forward(self, operation: Operation) -> TimeBreakdown:
+        """Return the time of the forward of one operation next to the others."""
+        found = self._compute(operation, False).plus(self._sent(operation, operation.sent, False))
+        linear = self.linears.get(operation.name)
+        return found if linear is None else found.plus(self._forward(linear, self.before[operation.name]))
 
     def wire_bytes(self, operation: Operation) -> tuple[float, float]:
         """Return the bytes that forward and backward send, without recomputation."""
@@ -420,7 +426,7 @@ class OperationTimes:
 
     def all_again(self) -> Iterator[TimeBreakdown]:
         """Yield the times of a forward in backward; weights are not prefetched for it."""
-        yield from (self.times(each).forward for each in self.operations)
+        yield from (self.forward(each) for each in self.operations)
         exposed = self.linears.values() if self.local.overlap.weight_gather else ()
         yield from (self.over.exposed(each.sent.gather_w) for each in exposed)
         last = self.operations[-2].name

@@ -209,7 +209,11 @@ def test_ranks_start_communicate_and_end(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere memory is the C library's to manage")
 def test_freed_memory_is_reused(tmp_path: Path) -> None:
-    """The last 20 of sixty allocations of 64 MiB, each freed before the next, take no memory from the system."""
+    """Of the last 20 of sixty allocations of 64 MiB, each freed before the next, at most two take new memory.
+
+    Without the settings each of them does.  A small allocation of another thread can split a freed one: the next then
+    comes from the system.
+    """
     ranks = _launch(
         """
         import os, resource
@@ -220,12 +224,12 @@ def test_freed_memory_is_reused(tmp_path: Path) -> None:
             for _ in range(61):
                 torch.ones(2**24)
                 faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
-            print(round((faults[-1] - faults[40]) * resource.getpagesize() / 2**26))
+            print(round((faults[-1] - faults[40]) * resource.getpagesize() / 2**26) <= 2)
             print(os.environ["TORCH_FR_BUFFER_SIZE"])
         """,
         tmp_path,
     )
-    assert [(rank.returncode, rank.stdout) for rank in ranks] == [(0, "0\n0\n")] * 2, ranks
+    assert [(rank.returncode, rank.stdout) for rank in ranks] == [(0, "True\n0\n")] * 2, ranks
 
 
 @pytest.mark.slow
