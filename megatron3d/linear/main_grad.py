@@ -56,16 +56,19 @@ class MainGrads:
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[Tensor, MainGrad] = {}
+        # By identity: a tensor's own hash is a Python function, which takes as long as the rest of a lookup.
+        self._buffers: dict[int, MainGrad] = {}
+        self._params: list[Tensor] = []  # alive, so that no other tensor takes an identity
 
     def register(self, param: Tensor, buffer: MainGrad) -> None:
         """Sum all gradients of a parameter in `buffer`, those that autograd computes included."""
-        self._buffers[param] = buffer
+        self._buffers[id(param)] = buffer
+        self._params.append(param)
         param.register_post_accumulate_grad_hook(partial(_collect, buffer))
 
     def buffer(self, param: Tensor) -> MainGrad | None:
         """Return the buffer of a parameter, None where it has none."""
-        return self._buffers.get(param)
+        return self._buffers.get(id(param))
 
     def reduce_dtype(self, param: Tensor, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which axes reduce dW, whose operands have `dtype`: that of main_grad where there is one.

@@ -135,7 +135,7 @@ class ScaledGemm(Gemm):
         return self.x(dy_MN)
 
     def keep(self, x: Operand, w: Operand) -> Kept:
-        return *x, *w
+        return x.data, x.scales, w.data, w.scales
 
     def kept(self, saved: Kept) -> tuple[Operand, Operand]:
         return Operand(*saved[:2]), Operand(*saved[2:])
