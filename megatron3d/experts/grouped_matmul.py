@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron3d.comm.interface import Pending, completed
 from megatron3d.experts.rows import Groups, ranges
-from megatron3d.linear.gemm import NATIVE, Gemm, uses_onednn
+from megatron3d.linear.gemm import NATIVE, Gemm, is_compiled_by_shape
 from megatron3d.linear.main_grad import MainGrads, WgradQueue
 
 # The kernel reads rows of whole 16 bytes.
@@ -66,10 +66,11 @@ def _one_by_one(
     out: Tensor, x: Tensor, w: Tensor, rows: Groups, multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor]
 ) -> Tensor:
     """Return `out` with the product of each expert's rows and its weight."""
+    is_compiled = is_compiled_by_shape(x)
     for part, weight in zip(ranges(rows.counts), w, strict=True):
         count = part.stop - part.start
         if count:
-            operand = padded(x[part])
+            operand = padded(x[part]) if is_compiled else x[part]
             if len(operand) == count:
                 multiply(operand, weight, out[part])
             else:
@@ -78,16 +79,13 @@ def _one_by_one(
 
 
 def padded(rows: Tensor) -> Tensor:
-    """Return rows followed by zeros, up to an eighth more, where oneDNN multiplies.
+    """Return rows followed by zeros, up to a sixteenth more, for a kernel that is compiled for each shape.
 
-    It compiles a kernel for each shape and keeps a thousand; padded rows have eight shapes for each power of two.  Fake
-    tensors are not multiplied, and keep the FLOPs of the model.
+    oneDNN keeps a thousand such kernels; padded rows have sixteen shapes for each power of two.  Fake tensors are not
+    multiplied, and keep the FLOPs of the model.
     """
-    if isinstance(rows, FakeTensor):
-        return rows
-    is_compiled = rows.device.type == "cpu" and (rows.dtype.itemsize < 4 or uses_onednn(rows.device, rows.dtype))
-    extra = -len(rows) % max(_FEWEST_PADDED, 1 << max(len(rows).bit_length() - 4, 0))
-    return F.pad(rows, (0, 0, 0, extra)) if is_compiled and extra else rows
+    extra = -len(rows) % max(_FEWEST_PADDED, 1 << max(len(rows).bit_length() - 5, 0))
+    return F.pad(rows, (0, 0, 0, extra)) if extra and not isinstance(rows, FakeTensor) else rows
 
 
 def _by_one_kernel(a_RK: Tensor, b_EKN: Tensor, rows: Groups, gemm: Gemm) -> Tensor | None:
@@ -159,8 +157,8 @@ class GroupedMatmul:
 
     def wgrad(self, param: Tensor, dy_RN: Tensor, x_RK: Tensor, counts: Sequence[int]) -> Pending | None:
         """Accumulate the weight gradients in main_grad; return them where there is no buffer."""
-        gemm = self.gemm
-        operands = ((gemm.dy(padded(dy_RN[rows])), gemm.x(padded(x_RK[rows]))) for rows in ranges(counts))
+        gemm, shaped = self.gemm, padded if is_compiled_by_shape(dy_RN.T) else lambda rows: rows
+        operands = ((gemm.dy(shaped(dy_RN[rows])), gemm.x(shaped(x_RK[rows]))) for rows in ranges(counts))
         if self.main_grads.accumulate_rows(param, gemm, operands, self.num_experts):
             return None
         return completed(torch.cat([gemm.dw(dy, x, param.dtype) for dy, x in operands]))

@@ -66,6 +66,11 @@ def _takes_onednn(a_MK: Tensor) -> bool:
     return a_MK.dtype == torch.float32 and a_MK.device.type == "cpu" and _rule_of_this_cpu()[1](a_MK)
 
 
+def is_compiled_by_shape(a_MK: Tensor) -> bool:
+    """Return whether products of this first operand are oneDNN's, which compiles a kernel for each shape."""
+    return a_MK.device.type == "cpu" and (a_MK.dtype.itemsize < 4 or _takes_onednn(a_MK))
+
+
 def product(a_MK: Tensor, b_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
     """Return a b^T + bias [M, N], contiguous; without autograd, since oneDNN's operator has no gradient."""
     return _strided(a_MK, b_NK, bias_N).contiguous()

@@ -177,7 +177,7 @@ def test_onednn_compiles_few_kernels_for_many_numbers_of_rows(dtype: torch.dtype
             one, grad = x[part].detach().double(), dy[part].double()
             for got, wanted in ((y[part], one @ w_NK.T), (dx[part], grad @ w_NK), (dw_NK, grad.T @ one)):
                 torch.testing.assert_close(got, wanted.to(dtype), rtol=0.02, atol=0.05)
-    assert len(gemm.rows) <= 25 if dtype == torch.bfloat16 else len(gemm.rows) == 400
+    assert len(gemm.rows) <= 26 if dtype == torch.bfloat16 else len(gemm.rows) == 400
 
 
 def test_rows_are_multiplied_by_the_weight_of_their_expert() -> None:
