@@ -209,7 +209,7 @@ def test_ranks_start_communicate_and_end(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere memory is the C library's to manage")
 def test_freed_memory_is_reused(tmp_path: Path) -> None:
-    """Of the last 20 of sixty allocations of 64 MiB, each freed before the next, at most two take new memory.
+    """Sixty allocations of 64 MiB, each freed before the next: at most two of the last 20 take new memory.
 
     Without the settings each of them does.  A small allocation of another thread can split a freed one: the next then
     comes from the system.
