@@ -22,7 +22,7 @@ from megatron3d.comm.interface import Comm, Counts, GatheredProduct, Pending, Pu
 from megatron3d.comm.objects import GroupObjects, store_objects
 from megatron3d.comm.process_groups import CollectiveLog, ProcessGroups, current_device
 from megatron3d.parallel.mesh import Axes, Link, Mesh, disjoint_cover
-from megatron3d.runtime.machine import CPU_BACKEND, GPU_BACKEND
+from megatron3d.runtime.machine import CPU_BACKEND, FAKE_BACKEND, GPU_BACKEND
 
 
 def group_order(mesh: Mesh, axes: Axes) -> list[int] | None:
@@ -121,6 +121,14 @@ def _no_hook(axes: Axes) -> AbstractContextManager[None]:
     return nullcontext()
 
 
+def _never() -> bool:
+    """Say that a transfer without other ranks is in flight until the wait, as on a GPU, where the CPU runs ahead.
+
+    torch's fake works say so themselves up to torch 2.14, and in torch 2.15 that they are completed.
+    """
+    return False
+
+
 class ProcessComm:
     """Collectives of one process among `mesh.world_size`.
 
@@ -150,6 +158,7 @@ class ProcessComm:
         is_connected = mesh.world_size == 1 or dist.is_initialized()  # a mesh without processes has no groups
         is_over_nccl = mesh.world_size > 1 and is_connected and dist.get_backend() == GPU_BACKEND
         self._backend = GPU_BACKEND if is_over_nccl else CPU_BACKEND
+        self._is_fake = mesh.world_size > 1 and is_connected and dist.get_backend() == FAKE_BACKEND
         if has_world_group is None:
             has_world_group = is_connected and not is_over_nccl
         is_on_host = self._backend != GPU_BACKEND
@@ -224,7 +233,7 @@ class ProcessComm:
                 work.wait()
             return result(x)
 
-        return Pending(finish, work.is_completed)
+        return Pending(finish, _never if self._is_fake else work.is_completed)
 
     def _group(self, axes: Axes, what: str) -> tuple[dist.ProcessGroup | None, int]:
         live = self._live(axes)
