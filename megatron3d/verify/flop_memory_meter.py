@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count, shape_wrapper
+from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 Shape = tuple[int, ...]
 
@@ -27,8 +27,11 @@ def _linear_flop(x_shape: Shape, w_shape: Shape, *_: object, **__: object) -> in
 
 
 def _attention_flop(q_shape: Shape, k_shape: Shape, v_shape: Shape, *_: object, **__: object) -> int:
-    """Return the FLOPs of scores and their product with v; a causal mask does not halve them."""
-    return int(sdpa_flop_count(q_shape, k_shape, v_shape))
+    """Return the FLOPs of scores and their product with v; a causal mask does not halve them.
+
+    Heads of q may share one of k and v, which torch's own formula refuses in torch 2.11.
+    """
+    return 2 * math.prod(q_shape[:-1]) * v_shape[-2] * (q_shape[-1] + v_shape[-1])
 
 
 def _attention_backward_flop(dy_shape: Shape, *qkv_shapes: Shape, **_: object) -> int:
@@ -37,12 +40,14 @@ def _attention_backward_flop(dy_shape: Shape, *qkv_shapes: Shape, **_: object) -
     torch's formula adds a fifth, the scores that the kernel recomputes.  That is what the hardware executes; four is
     what the model needs, which MFU and the closed forms count (Chowdhery et al. 2022, arXiv:2204.02311, appendix B).
     """
-    return 2 * int(sdpa_flop_count(*qkv_shapes[:3]))
+    q_shape, k_shape, v_shape = qkv_shapes[:3]
+    return 2 * _attention_flop(q_shape, k_shape, v_shape)
 
 
 def _flash_flop(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, *rest: Any, out_val: Any, **named: Any) -> int:
     """Return the FLOPs of flash attention of [B, S, N, D]; torch's formula knows sequences between bounds alone."""
     if bounds is not None:
+        k, v = (shared[:, :1].expand(-1, q.shape[1], -1) for shared in (k, v))
         found = flop_registry[torch.ops.aten._flash_attention_forward](q, k, v, bounds, *rest, **named, out_val=out_val)
         return int(found)
     return _attention_flop(*(t.transpose(1, 2).shape for t in (q, k, v)))
@@ -60,7 +65,7 @@ def _recomputed_scores_flop(*_: object, **__: object) -> int:
     return 0
 
 
-def _formulas() -> Mapping[Any, Callable[..., int]]:
+def flop_formulas() -> Mapping[Any, Callable[..., int]]:
     """Return torch's FLOP formulas, those of kernels for which torch has none, and ours of attention's backward."""
     aten = torch.ops.aten
     ours: Mapping[Any, Callable[..., int]] = {
@@ -92,7 +97,7 @@ class FlopMemoryMeter(TorchDispatchMode):
     def __init__(self, existing: Iterable[Tensor] = (), resized: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self.flops, self._fixed_bytes = 0, 0
-        self._formulas = _formulas()
+        self._formulas = flop_formulas()
         self._live: dict[int, weakref.ref[Any]] = {}
         self._resized = [tensor.untyped_storage() for tensor in resized]
         self._resized_keys = {storage._cdata for storage in self._resized}

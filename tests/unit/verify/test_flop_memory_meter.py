@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron3d.verify.flop_memory_meter import FlopMemoryMeter
+from megatron3d.verify.flop_memory_meter import FlopMemoryMeter, flop_formulas
 
 
 def test_flops_of_a_linear_are_those_of_torch() -> None:
@@ -28,16 +28,25 @@ def test_accumulating_into_main_grad_counts() -> None:
     assert meter.flops == 2 * 3 * 5 * 4
 
 
+@pytest.mark.parametrize("kv_heads", [6, 2])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_attention_counts_two_gemms_forward_and_four_backward(is_causal: bool) -> None:
+def test_attention_counts_two_gemms_forward_and_four_backward(is_causal: bool, kv_heads: int) -> None:
     """FLOPs of the model: recomputed scores of the backward kernel are not counted, masked scores are."""
-    q, k, v = (torch.randn(2, 3, 16, 8, requires_grad=True) for _ in range(3))
-    gemm = 2 * (2 * 3) * 16 * 16 * 8
+    q, k, v = (torch.randn(2, heads, 16, 8, requires_grad=True) for heads in (6, kv_heads, kv_heads))
+    gemm = 2 * (2 * 6) * 16 * 16 * 8
     with FlopMemoryMeter() as meter:
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=kv_heads < 6)
         forward = meter.flops
         y.sum().backward()
     assert (forward, meter.flops) == (2 * gemm, 6 * gemm)
+
+
+def test_packed_sequences_with_shared_heads_count_scores_within_each() -> None:
+    """A call of the GPU's kernel: two sequences of 5 and 11 tokens, three heads of q per head of k and v."""
+    q, k, v = (torch.empty(16, heads, 8) for heads in (6, 2, 2))
+    bounds = torch.tensor([0, 5, 16], dtype=torch.int32)
+    formula = flop_formulas()[torch.ops.aten._flash_attention_forward]
+    assert formula(q, k, v, bounds, bounds, 11, 11, 0.0, True, False, out_val=None) == 4 * 6 * (5**2 + 11**2) * 8
 
 
 def test_live_bytes_and_their_peak() -> None:
