@@ -8,7 +8,7 @@ would be one communicator more, with its own memory on every GPU, for a few numb
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -141,6 +141,7 @@ class ProcessComm:
         timeout: limit for a collective of any group; None: torch's default, ten minutes with NCCL.
         has_world_group: a group of all ranks exists already; None: with every backend but NCCL, which connects the
             ranks of a group when it is first used.
+        exposed: those of `axis_sets` whose collectives overlap with no computation.
 
     Attributes:
         log: the collectives and transfers started so far, per group.
@@ -153,6 +154,7 @@ class ProcessComm:
         links: Iterable[Link] = (),
         timeout: timedelta | None = None,
         has_world_group: bool | None = None,
+        exposed: Collection[Axes] = (),
     ) -> None:
         self.mesh = mesh
         is_connected = mesh.world_size == 1 or dist.is_initialized()  # a mesh without processes has no groups
@@ -165,7 +167,8 @@ class ProcessComm:
         self._objects = GroupObjects(mesh) if is_on_host else store_objects(mesh, timeout)
         self.log = CollectiveLog(mesh)
         self._wait_hook: WaitHook = _no_hook
-        groups = ProcessGroups(mesh, [*([mesh.names] if has_world_group else []), *axis_sets], links, timeout)
+        axis_sets = [*([mesh.names] if has_world_group else []), *axis_sets]
+        groups = ProcessGroups(mesh, axis_sets, links, timeout, exposed)
         self._groups, self._links = groups.of_axes, groups.of_links
         self._orders: dict[Axes, list[int] | None] = {}
         self._lives: dict[Axes, Axes] = {}

@@ -6,7 +6,7 @@ the next microbatch and gradients of an earlier one cross at the same time, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -95,7 +95,8 @@ class CollectiveLog:
 
 # Most thread blocks that one collective may occupy.  Each takes a multiprocessor from the GEMM that it overlaps with:
 # 16 saturate NVLink and the network with large tensors, and leave 116 of an H100's 132 to the GEMM.  A transfer between
-# two ranks needs 4 at most, and waits on its multiprocessors until the other rank sends.  NCCL_MAX_CTAS overrides both.
+# two ranks needs 4 at most, and waits on its multiprocessors until the other rank sends.  Nothing limits collectives
+# that overlap with no computation.  NCCL_MAX_CTAS overrides both.
 AXES_MAX_CTAS, LINK_MAX_CTAS = 16, 4
 
 
@@ -112,13 +113,24 @@ class ProcessGroups:
 
     A rank creates only its own groups, so that thousands of ranks start as fast as eight.
 
+    Args:
+        exposed: axes whose collectives overlap with no computation, and may take all multiprocessors.
+
     Attributes:
         of_axes: group of each set of axes; None: the group of all ranks that the backend has made for the rendezvous.
         of_links: group of each link and direction, by the coordinate of the sender.
     """
 
-    def __init__(self, mesh: Mesh, axis_sets: Iterable[Axes], links: Iterable[Link], timeout: timedelta | None) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        axis_sets: Iterable[Axes],
+        links: Iterable[Link],
+        timeout: timedelta | None,
+        exposed: Collection[Axes] = (),
+    ) -> None:
         self._mesh, self._timeout = mesh, timeout
+        self._exposed = {mesh.in_order(axes) for axes in exposed}
         self.of_axes: dict[Axes, dist.ProcessGroup | None] = {}
         self.of_links: dict[tuple[Link, int], dist.ProcessGroup] = {}
         for axes in dict.fromkeys(mesh.nontrivial(mesh.in_order(axes)) for axes in axis_sets):
@@ -146,9 +158,9 @@ class ProcessGroups:
         ranks = self._mesh.ranks(axes)
         if ranks == tuple(range(self._mesh.world_size)) and dist.get_backend() != GPU_BACKEND:
             return None
-        return self._new_group(sorted(ranks), "x".join(axes), AXES_MAX_CTAS)
+        return self._new_group(sorted(ranks), "x".join(axes), None if axes in self._exposed else AXES_MAX_CTAS)
 
-    def _new_group(self, ranks: list[int], name: str, max_ctas: int) -> dist.ProcessGroup:
+    def _new_group(self, ranks: list[int], name: str, max_ctas: int | None) -> dist.ProcessGroup:
         options = _nccl_options(max_ctas, self._timeout) if dist.get_backend() == GPU_BACKEND else None
         group: dist.ProcessGroup = dist.new_group(
             ranks, self._timeout, pg_options=options, use_local_synchronization=True, group_desc=name
@@ -156,13 +168,14 @@ class ProcessGroups:
         return group
 
 
-def _nccl_options(max_ctas: int, timeout: timedelta | None) -> Any:
-    """Return options of a group whose kernels start before those of the compute stream, on few multiprocessors.
+def _nccl_options(max_ctas: int | None, timeout: timedelta | None) -> Any:
+    """Return options of a group whose kernels start before those of the compute stream.
 
     At normal priority a collective waits until the GEMM that it should overlap with has launched its last thread block.
     """
     options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options.config.max_ctas = max_ctas
+    if max_ctas is not None:
+        options.config.max_ctas = max_ctas
     if timeout is not None:
         options._timeout = timeout
     return options

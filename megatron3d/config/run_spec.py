@@ -25,7 +25,7 @@ from megatron3d.data.ramp_plan import Batches, make_ramp
 from megatron3d.errors import UserError
 from megatron3d.experts.plan import stage_axes, with_experts
 from megatron3d.linear.overlap_plan import TPOverlap
-from megatron3d.model.group_plan import communication_axes, pipeline_links
+from megatron3d.model.group_plan import communication_axes, exposed_axes, pipeline_links
 from megatron3d.model.spec import CORE_ATTN, UNIFORM, Architecture, Recompute
 from megatron3d.model.stage_plan import divide, make_stages
 from megatron3d.ops.plan import CPU_LOSS_CHUNK, GPU_LOSS_CHUNK, LossChunk
@@ -168,7 +168,7 @@ class RunSpec:
     def parallel_state(self) -> ParallelState:
         """The place of this rank among all ranks: its groups, links, ranks and sizes."""
         axes, links = communication_axes(self.arch, self.mode, self.mesh), pipeline_links(self.arch, self.pipeline)
-        return ParallelState(self.mesh, axes, links)
+        return ParallelState(self.mesh, axes, links, exposed_axes(self.arch, self.mode, self.mesh, self.overlap))
 
     @cached_property
     def sharding(self) -> Sharding:

@@ -80,6 +80,18 @@ def async_plan(plan: MatmulPlan) -> AsyncPlan:
     return AsyncPlan(x, None if x else _scatter(moves(plan.y)), dy, None if dy else _scatter(plan.dx_moves))
 
 
+def overlapped(plan: MatmulPlan, overlap: TPOverlap) -> list[Move]:
+    """Return the collectives of a plan without axes of size 1 that run during a GEMM in forward or backward.
+
+    X is gathered for the wgrad during the dgrad GEMM.
+    """
+    rounds = async_plan(plan) if overlap.in_rounds else NO_ROUNDS
+    found = [*moves(plan.x), *(move for move in rounds if move)]
+    found += plan.dx_moves if overlap.input_grad else ()
+    found += moves(plan.w) if overlap.weight_grad or overlap.weight_gather else ()
+    return found
+
+
 def _rows(gathers: tuple[Move, ...]) -> Move | None:
     """Return the gather that ends right before the GEMM, where it is along the rows."""
     return gathers[0] if gathers and gathers[0].dim == "M" else None

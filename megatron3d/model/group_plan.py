@@ -6,10 +6,12 @@ from dataclasses import replace
 from itertools import pairwise
 
 from megatron3d.attention.plan import latent_axes
+from megatron3d.linear.overlap_plan import TPOverlap, overlapped
 from megatron3d.model.param_spec import param_specs, shares_embedding
 from megatron3d.model.spec import Architecture, pattern_length
 from megatron3d.model.stage_plan import StageAssignment
 from megatron3d.ops.plan import dim_changes
+from megatron3d.parallel.layout import ParamSpec
 from megatron3d.parallel.matmul_plan import MatmulPlan, moves
 from megatron3d.parallel.mesh import DATA, PIPELINE, Axes, Link, Mesh, disjoint_cover
 from megatron3d.parallel.modes.mode import Mode
@@ -22,36 +24,77 @@ def communication_axes(arch: Architecture, mode: Mode, mesh: Mesh) -> tuple[Axes
     as the loss, are reduced over these one after another.
     """
     sets: list[Axes] = [(PIPELINE,)]
-    for plan in (mode.expand, mode.contract, mode.embed, *((mode.latent,) if arch.is_latent else ())):
-        sets += _plan_axes(plan.on(mesh))
+    sets += [axes for plan in _plans(arch, mode, mesh) for axes in _plan_axes(plan)]
     sets += [*latent_axes(mode.expand.on(mesh))] if arch.is_latent else []
     (_, features), (inner_tokens, inner_features) = mode.residual, mode.inner
     inner_features = mesh.nontrivial(inner_features)
     sets += [features, inner_tokens]
     sets += [inner_features[start:] for start in range(len(inner_features))]
-    one_of_each = replace(arch, num_layers=min(arch.num_layers, pattern_length(arch)))
-    specs = param_specs(one_of_each, mode).values()
-    reduced = [spec.reduce_axes(mesh) for spec in specs]
-    sets += [*reduced, mesh.zero, DATA[:1], *(mesh.without(axes, mesh.zero) for axes in reduced)]
-    if arch.mtp_num_layers:
-        there, back = dim_changes(mode.inner, mode.residual, mesh), dim_changes(mode.residual, mode.inner, mesh)
-        sets += [change.gathered for change in (*there, *back)]
-    sets += [mode.context, *((axis,) for axis in mode.context), (*DATA, *mode.context)] if mode.context else []
+    sets += _gradient_axes(arch, mode, mesh)
+    sets += _mtp_axes(mode, mesh) if arch.mtp_num_layers else []
+    sets += [*_context_axes(mode), (*DATA, *mode.context)] if mode.context else []
     if arch.experts is not None:
-        shards = [mesh.without(mesh.zero, spec.axes) for spec in specs]
         copies = mesh.without((*DATA, *mode.context), (*mode.experts, *mode.etensor))
         sets += [(axis,) for axis in copies] if mode.pieces else []
-        sets += [
-            mode.experts,
-            mode.etensor,
-            *shards,
-            mode.copies,
-            tuple(axis for axis in mode.home if axis not in mode.batch_axes),
-        ]
-    unique = tuple(dict.fromkeys(live for axes in sets if (live := mesh.nontrivial(axes))))
+        sets += [mode.experts, mode.etensor, *_expert_shard_axes(arch, mode, mesh), mode.copies]
+        sets += [tuple(axis for axis in mode.home if axis not in mode.batch_axes)]
+    unique = _unique(sets, mesh)
     everything = mesh.nontrivial(mesh.names)
     has_cover = not everything or disjoint_cover(everything, unique)
     return unique if has_cover else tuple(dict.fromkeys((*unique, *((axis,) for axis in everything))))
+
+
+def exposed_axes(arch: Architecture, mode: Mode, mesh: Mesh, overlap: TPOverlap) -> tuple[Axes, ...]:
+    """Return the sets of axes over which activations or weights move, and never during a computation.
+
+    A collective over such a set may occupy as much of a device as it likes; sets for few numbers are left out.
+    """
+    plans = _plans(arch, mode, mesh)
+    sets = [axes for plan in plans for axes in _plan_axes(plan)]
+    busy = [move.axes for plan in plans for move in overlapped(plan, overlap)]
+    busy += [move.axes for move in mode.expand.on(mesh).dx_moves]  # the LM head's, whose chunks always overlap
+    busy += [*_gradient_axes(arch, mode, mesh), *_context_axes(mode)]
+    sets += [*latent_axes(mode.expand.on(mesh))] if arch.is_latent else []
+    sets += _mtp_axes(mode, mesh) if arch.mtp_num_layers else []
+    if arch.experts is not None:
+        sets += [mode.experts, mode.etensor, mode.copies]
+        busy += [mode.experts] if arch.experts.shared_ffn_hidden_size else []
+        busy += _expert_shard_axes(arch, mode, mesh)
+    return tuple(axes for axes in _unique(sets, mesh) if axes not in _unique(busy, mesh))
+
+
+def _unique(sets: list[Axes], mesh: Mesh) -> tuple[Axes, ...]:
+    return tuple(dict.fromkeys(live for axes in sets if (live := mesh.nontrivial(axes))))
+
+
+def _plans(arch: Architecture, mode: Mode, mesh: Mesh) -> list[MatmulPlan]:
+    plans = mode.expand, mode.contract, mode.embed, *((mode.latent,) if arch.is_latent else ())
+    return [plan.on(mesh) for plan in plans]
+
+
+def _specs(arch: Architecture, mode: Mode) -> list[ParamSpec]:
+    one_of_each = replace(arch, num_layers=min(arch.num_layers, pattern_length(arch)))
+    return list(param_specs(one_of_each, mode).values())
+
+
+def _gradient_axes(arch: Architecture, mode: Mode, mesh: Mesh) -> list[Axes]:
+    """Return the sets over which gradients are summed, during backward, and weights gathered, during forward."""
+    reduced = [spec.reduce_axes(mesh) for spec in _specs(arch, mode)]
+    return [*reduced, mesh.zero, DATA[:1], *(mesh.without(axes, mesh.zero) for axes in reduced)]
+
+
+def _expert_shard_axes(arch: Architecture, mode: Mode, mesh: Mesh) -> list[Axes]:
+    """Return the sets over which ZeRO shards parameters that data-parallel axes split already, as those of experts."""
+    return [mesh.without(mesh.zero, spec.axes) for spec in _specs(arch, mode)]
+
+
+def _context_axes(mode: Mode) -> list[Axes]:
+    return [mode.context, *((axis,) for axis in mode.context)] if mode.context else []
+
+
+def _mtp_axes(mode: Mode, mesh: Mesh) -> list[Axes]:
+    there, back = dim_changes(mode.inner, mode.residual, mesh), dim_changes(mode.residual, mode.inner, mesh)
+    return [change.gathered for change in (*there, *back)]
 
 
 def _plan_axes(plan: MatmulPlan) -> list[Axes]:

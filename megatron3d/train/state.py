@@ -62,7 +62,8 @@ class TrainState:
 def connect(spec: RunSpec) -> ProcessComm:
     """Create this rank's process groups and links, for everything that the run communicates."""
     state, minutes = spec.parallel_state, spec.config.train.distributed_timeout_minutes
-    return ProcessComm(state.mesh, state.group_axes, state.links, group_timeout(60 * minutes))
+    timeout = group_timeout(60 * minutes)
+    return ProcessComm(state.mesh, state.group_axes, state.links, timeout, exposed=state.exposed_axes)
 
 
 def build_state(

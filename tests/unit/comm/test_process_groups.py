@@ -1,4 +1,4 @@
-"""Fact: both directions of a link have their own group, and NCCL's groups start early and on few multiprocessors.
+"""Fact: both directions of a link have their own group, and NCCL's groups start early, and on few multiprocessors.
 
 With one group for both directions activations would wait for gradients; without options groups would wait for GEMMs.
 """
@@ -48,7 +48,9 @@ def test_activations_and_gradients_of_a_link_cross_in_different_groups(
     assert high["send"] == low["receive"] == f"pipeline {link.high} to {link.low}"
 
 
-def test_nccl_groups_have_priority_and_few_thread_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_groups_have_priority_and_few_thread_blocks_unless_they_are_exposed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made: dict[str, Any] = {}
 
     def options(is_high_priority_stream: bool) -> SimpleNamespace:
@@ -62,10 +64,13 @@ def test_nccl_groups_have_priority_and_few_thread_blocks(monkeypatch: pytest.Mon
     monkeypatch.setattr(dist, "get_backend", lambda group=None: "nccl")
     monkeypatch.setattr(dist, "new_group", new_group)
     mesh = Mesh((("pipeline", 4), ("t", 2)), 3)
-    groups: Any = ProcessGroups(mesh, [("t",), ("pipeline", "t")], LINKS, timedelta(minutes=5))
-    assert groups.of_axes == {("t",): [2, 3], ("pipeline", "t"): list(range(8))}, "torch's own group has no options"
+    sets = [("t",), ("pipeline",), ("pipeline", "t")]
+    groups: Any = ProcessGroups(mesh, sets, LINKS, timedelta(minutes=5), exposed=[("pipeline",)])
+    assert groups.of_axes[("pipeline", "t")] == list(range(8)), "torch's own group has no options"
+    assert groups.of_axes[("t",)] == [2, 3]
     assert all(each.is_high_priority_stream and each._timeout == timedelta(minutes=5) for each in made.values())
     assert made["t"].config.max_ctas == made["pipelinext"].config.max_ctas == AXES_MAX_CTAS
+    assert not hasattr(made["pipeline"].config, "max_ctas"), "nothing is computed meanwhile"
     assert made["pipeline 0 to 1"].config.max_ctas == made["pipeline 1 to 0"].config.max_ctas == LINK_MAX_CTAS
 
 
