@@ -66,7 +66,8 @@ def set_up_determinism(environ: MutableMapping[str, str], is_deterministic: bool
     """
     import torch
 
-    torch.use_deterministic_algorithms(is_deterministic)
+    if is_deterministic != torch.are_deterministic_algorithms_enabled():  # the call imports torch._inductor: a second
+        torch.use_deterministic_algorithms(is_deterministic)
     torch._C._set_deterministic_fill_uninitialized_memory(not is_deterministic)  # no result depends on it
     if not is_deterministic:
         return {"deterministic": "no (train.deterministic_mode=false)"}

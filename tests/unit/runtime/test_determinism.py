@@ -29,6 +29,16 @@ def test_the_mode_is_set_and_reported() -> None:
     assert not torch.are_deterministic_algorithms_enabled()
 
 
+def test_a_mode_that_is_set_is_not_set_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug that this finds: torch's call imports its compiler, which took each rank longer than a short run."""
+
+    def refuse(_: bool) -> None:
+        raise AssertionError("it is off already")
+
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", refuse)
+    set_up_determinism({}, False)
+
+
 def test_another_workspace_is_refused() -> None:
     with pytest.raises(UserError, match=f"train.deterministic_mode=true: {WORKSPACE}=:0:0 .*unset it"):
         set_up_determinism({WORKSPACE: ":0:0"}, True)
