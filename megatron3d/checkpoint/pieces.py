@@ -5,8 +5,10 @@ Their names are `model.<part>` and, for each kind of state of the update rule, `
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -63,6 +65,21 @@ class Piece:
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a dtype in the index, such as `float32`."""
     return str(dtype).removeprefix("torch.")
+
+
+def safetensors_header(
+    tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None
+) -> bytes:
+    """Return what stands before tensors that are written end to end, padded so that they begin at a multiple of 8."""
+    assert sys.byteorder == "little", "safetensors files are little-endian"
+    table: dict[str, object] = {"__metadata__": metadata} if metadata else {}
+    end = 0
+    for name, dtype, shape in tensors:
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        table[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import shutil
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -75,18 +74,8 @@ def iteration_folder(root: Path, iteration: int) -> Path:
     return root / f"iter_{iteration:07d}"
 
 
-def temporary_folder(folder: Path) -> Path:
-    """Return the name of the checkpoint `folder` while it is written."""
-    return hidden(folder)
-
-
 def _replaced(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.old")
-
-
-def removal_folder(folder: Path) -> Path:
-    """Return the name of a checkpoint while it is removed."""
-    return folder.with_name(f".{folder.name}.gone")
 
 
 def make_temporary_folder(folder: Path) -> None:
@@ -101,12 +90,7 @@ def make_temporary_folder(folder: Path) -> None:
             old.rename(whole)
     for leftover in [*root.glob(".iter_*.tmp"), *root.glob(".*.gone")]:
         remove(leftover)
-    temporary_folder(folder).mkdir()
-
-
-def remove_temporary_folder(folder: Path) -> None:
-    """Remove the temporary folder of a checkpoint that could not be written."""
-    shutil.rmtree(temporary_folder(folder), ignore_errors=True)
+    hidden(folder).mkdir()
 
 
 def publish(folder: Path, iteration: int) -> None:
@@ -114,7 +98,7 @@ def publish(folder: Path, iteration: int) -> None:
     old = _replaced(folder)
     if folder.exists():
         folder.rename(old)
-    publish_folder(temporary_folder(folder), folder)
+    publish_folder(hidden(folder), folder)
     _write_tracker(folder.parent, iteration)
     remove(old)
 
@@ -154,15 +138,10 @@ def latest(root: Path) -> Path | None:
     """
     found = [
         (iteration, _tracked_folder(place, iteration))
-        for place in _checkpoint_roots(root)
+        for place in (root, root / NON_PERSISTENT)
         if (iteration := read_tracker(place)) is not None
     ]
     return max(found, key=lambda each: each[0])[1] if found else None
-
-
-def _checkpoint_roots(root: Path) -> tuple[Path, Path]:
-    """Return the folders of a run's permanent and of its non-persistent checkpoints."""
-    return root, root / NON_PERSISTENT
 
 
 def is_non_persistent(folder: Path) -> bool:
@@ -211,7 +190,7 @@ def candidates(root: Path) -> list[tuple[Path, str | None]]:
     None is ignored where the tracker is damaged.
     """
     found: list[tuple[int, int, Path, str | None]] = []
-    for place, order in zip(_checkpoint_roots(root), (1, 0), strict=True):
+    for place, order in ((root, 1), (root / NON_PERSISTENT, 0)):
         try:
             last = read_tracker(place)
         except UserError:
@@ -270,11 +249,7 @@ class RetentionPolicy:
         return is_kept or self.latest is None or num_newer < self.latest
 
 
-def _ignore() -> None:
-    """Count nothing."""
-
-
-def prune(root: Path, policy: RetentionPolicy, count: Callable[[], None] = _ignore) -> None:
+def prune(root: Path, policy: RetentionPolicy, count: Callable[[], None] = lambda: None) -> None:
     """Remove checkpoints that the policy does not retain, after the one that the tracker names is complete.
 
     Checkpoints later than the tracker are left alone.  `count` is called after each file, which a file system may take
@@ -288,7 +263,7 @@ def prune(root: Path, policy: RetentionPolicy, count: Callable[[], None] = _igno
             _remove(finished_checkpoints(root)[iteration], count)
 
 
-def remove_non_persistent(root: Path, iteration: int, count: Callable[[], None] = _ignore) -> None:
+def remove_non_persistent(root: Path, iteration: int, count: Callable[[], None] = lambda: None) -> None:
     """Remove non-persistent checkpoints that are not newer than the permanent one of `iteration`."""
     place = root / NON_PERSISTENT
     last = read_tracker(place)
@@ -299,7 +274,7 @@ def remove_non_persistent(root: Path, iteration: int, count: Callable[[], None] 
 
 def _remove(folder: Path, count: Callable[[], None]) -> None:
     """Remove a folder after renaming it, so that a partly removed one never looks like a checkpoint."""
-    gone = removal_folder(folder)
+    gone = folder.with_name(f".{folder.name}.gone")
     remove(gone)
     folder.rename(gone)
     inside = () if gone.is_symlink() else tuple(gone.rglob("*"))

@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import JsonValue
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -44,7 +43,7 @@ from megatron3d.checkpoint.index import (
     slices_within,
 )
 from megatron3d.checkpoint.pieces import Piece, checksum, dtype_name
-from megatron3d.comm.interface import Comm, ObjectCollectives
+from megatron3d.comm.interface import Comm
 from megatron3d.comm.objects import broadcast_bytes, run_on_all_ranks
 from megatron3d.errors import UserError, is_machine_fault
 from megatron3d.parallel.layout import Box, box_shape
@@ -53,11 +52,6 @@ from megatron3d.runtime.files import retried
 
 Wanted = tuple[Box, Piece]
 BoxesByFile = Sequence[tuple[str, Mapping[StoredBox, list[Wanted]]]]
-
-
-def read_meta(path: Path) -> dict[str, JsonValue]:
-    """Return the metadata of the checkpoint `path`."""
-    return read_index(path).meta
 
 
 def load(path: Path, pieces: Iterable[Piece]) -> None:
@@ -81,24 +75,6 @@ def load_with_index(path: Path, index: Index, pieces: Iterable[Piece]) -> None:
     )
 
 
-def load_share(source: BoxSource, pieces: Iterable[Piece], share: tuple[int, int]) -> list[str]:
-    """Fill one share of the boxes of this rank's pieces, verified; return a sentence for each damage.
-
-    Together all ranks must need every element of the tensors that they load; then every byte is verified.  Raises
-    UserError as `load`, but not for damage.
-
-    Args:
-        share: (i, n) reads the i-th of n parts of the boxes, of about equal size, and leaves the others' elements as
-            they are.
-    """
-    files = _boxes_to_read(source.folder, source.index, pieces)
-    return [
-        found
-        for file, boxes in _part_of(files, *share)
-        for found in _load_file(source, file, boxes, _has_chosen_element)
-    ]
-
-
 def raise_if_damaged(path: Path, damages: Iterable[str]) -> None:
     """Raise UserError with all damage, if there is any."""
     who = f"checkpoint {path}"
@@ -108,7 +84,7 @@ def raise_if_damaged(path: Path, damages: Iterable[str]) -> None:
     )
 
 
-def find_damage(path: Path, index: Index, share: tuple[int, int] = (0, 1)) -> Iterator[str]:
+def find_damage(path: Path, index: Index, share: tuple[int, int]) -> Iterator[str]:
     """Read all boxes of a checkpoint and yield a sentence for each damage.
 
     Args:
@@ -342,7 +318,8 @@ def load_on_all_ranks(
 ) -> list[str]:
     """Fill the pieces of all ranks and return each damage, on all ranks; after damage the values are undefined.
 
-    All ranks raise UserError with all differences between the pieces and the index.
+    Together all ranks must need every element of the tensors that they load; then every byte is verified.  All ranks
+    raise UserError with all differences between the pieces and the index.
 
     Args:
         memory: contiguous tensors of which the pieces are views; what no piece covers becomes 0.
@@ -353,18 +330,14 @@ def load_on_all_ranks(
     def read() -> list[str]:
         for tensor in tensors:
             tensor.zero_()
-        return load_share(source, pieces, (mesh.index(replicas), mesh.size(replicas)))
+        files = _boxes_to_read(source.folder, source.index, pieces)
+        mine = _part_of(files, mesh.index(replicas), mesh.size(replicas))
+        return [found for file, boxes in mine for found in _load_file(source, file, boxes, _has_chosen_element)]
 
-    damage = distinct_on_all_ranks(comm, read)
+    found = run_on_all_ranks(comm, read)
+    damage: list[str] = comm.broadcast_object(found and list(dict.fromkeys(chain(*found))))
     for tensor in tensors if not damage else ():
         words = tensor.view(-1).view(_WORDS.get(tensor.element_size(), torch.int8))
         for axis in mesh.nontrivial(replicas):
             comm.all_reduce(words, (axis,)).wait()
     return damage
-
-
-def distinct_on_all_ranks(comm: ObjectCollectives, find: Callable[[], Sequence[str]]) -> list[str]:
-    """Return the distinct sentences that `find` returns on all ranks, on every rank; errors as `run_on_all_ranks`."""
-    found = run_on_all_ranks(comm, find)
-    sentences: list[str] = comm.broadcast_object(found and list(dict.fromkeys(chain(*found))))
-    return sentences

@@ -12,9 +12,8 @@ Writing of one rank's safetensors file box by box, without building it in memory
 
 from __future__ import annotations
 
-import json
 import os
-import sys
+import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -32,33 +31,29 @@ from megatron3d.checkpoint.index import (
     read_index,
     unpack,
 )
-from megatron3d.checkpoint.pieces import CHUNK_BYTES, DTYPES, Piece, dtype_name, raw_bytes
+from megatron3d.checkpoint.pieces import CHUNK_BYTES, DTYPES, Piece, dtype_name, raw_bytes, safetensors_header
 from megatron3d.checkpoint.publish import (
     explain_write_errors,
     iteration_folder,
     latest,
     make_temporary_folder,
     publish,
-    remove_temporary_folder,
     resolve,
-    temporary_folder,
 )
-from megatron3d.checkpoint.read import find_damage, load, load_with_index, read_meta
+from megatron3d.checkpoint.read import find_damage, load, load_with_index
 from megatron3d.comm.interface import ObjectCollectives
 from megatron3d.comm.objects import run_on_all_ranks
 from megatron3d.errors import UserError
-from megatron3d.runtime.files import fsync, write_text
+from megatron3d.runtime.files import fsync, hidden, write_text
 
 # Bytes after which a file is flushed to the disk: until then a slow disk looks like a hang.
 FLUSH_BYTES = 2**28
 ORDER = {dtype: place for place, dtype in enumerate(DTYPES)}
 
 
-def _ignore(num_bytes: int) -> None:
-    """Count nothing."""
-
-
-def write_boxes(path: Path, pieces: Iterable[Piece], count: Callable[[int], None] = _ignore) -> dict[str, StoredTensor]:
+def write_boxes(
+    path: Path, pieces: Iterable[Piece], count: Callable[[int], None] = lambda num_bytes: None
+) -> dict[str, StoredTensor]:
     """Write the pieces that are not empty to a new file and fsync it; return the stored boxes by tensor.
 
     Needs memory for one box where pieces are not contiguous on the host, else none.  Creates no file without pieces.
@@ -73,7 +68,7 @@ def write_boxes(path: Path, pieces: Iterable[Piece], count: Callable[[int], None
     if not nonempty:
         return {}
     with path.open("xb") as file:
-        file.write(_header(nonempty))
+        file.write(safetensors_header((piece.key, piece.tensor.dtype, piece.tensor.shape) for piece in nonempty))
         checksums = [_write_all(file, piece, count) for piece in nonempty]
     fsync(path)
     stored: dict[str, StoredTensor] = {}
@@ -83,19 +78,6 @@ def write_boxes(path: Path, pieces: Iterable[Piece], count: Callable[[int], None
         dtype = dtype_name(piece.tensor.dtype)
         stored[piece.name] = StoredTensor(shape=piece.shape, dtype=dtype, boxes=(*before, box))
     return stored
-
-
-def _header(pieces: Sequence[Piece]) -> bytes:
-    """Return the header, padded with spaces so that the first box starts at a multiple of 8 bytes."""
-    assert sys.byteorder == "little", "safetensors files are little-endian"
-    table, end = {}, 0
-    for piece in pieces:
-        begin, end = end, end + piece.tensor.nbytes
-        entry = {"dtype": DTYPES[piece.tensor.dtype], "shape": list(piece.tensor.shape), "data_offsets": [begin, end]}
-        table[piece.key] = entry
-    text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
 
 
 def _write_all(file: BinaryIO, piece: Piece, count: Callable[[int], None]) -> str:
@@ -113,7 +95,7 @@ def _write_all(file: BinaryIO, piece: Piece, count: Callable[[int], None]) -> st
     return digest.hexdigest()
 
 
-__all__ = ["Index", "Piece", "latest", "load", "load_with_index", "read_index", "read_meta", "resolve", "save"]
+__all__ = ["Index", "Piece", "latest", "load", "load_with_index", "read_index", "resolve", "save"]
 
 
 def save(
@@ -122,7 +104,7 @@ def save(
     pieces: Iterable[Piece],
     meta: Mapping[str, JsonValue],
     comm: ObjectCollectives,
-    count: Callable[[int], None] = _ignore,
+    count: Callable[[int], None] = lambda num_bytes: None,
 ) -> Path:
     """Write one checkpoint with all ranks and return its folder; the pieces of all ranks must cover whole tensors.
 
@@ -140,7 +122,7 @@ def save(
         run_on_all_ranks(comm, lambda: _finish(folder, iteration, meta, written) if written else None)
     except Exception:
         if is_first:
-            remove_temporary_folder(folder)
+            shutil.rmtree(hidden(folder), ignore_errors=True)
         raise
     return folder
 
@@ -152,24 +134,21 @@ def _begin(folder: Path) -> None:
 
 def _write(folder: Path, rank: int, pieces: Iterable[Piece], count: Callable[[int], None]) -> str:
     """Write this rank's file; return its boxes by tensor, packed, of which rank 0 receives those of all ranks."""
-    if not temporary_folder(folder).is_dir():
+    if not hidden(folder).is_dir():
         unseen = f"checkpoint.save={folder.parent}: some ranks do not see the folder that rank 0 made there"
         raise UserError(f"{unseen}; save to a file system that all nodes share")
     with explain_write_errors(folder):
-        return pack(write_boxes(temporary_folder(folder) / f"rank_{rank:05d}.safetensors", pieces, count))
+        return pack(write_boxes(hidden(folder) / f"rank_{rank:05d}.safetensors", pieces, count))
 
 
 def _finish(folder: Path, iteration: int, meta: Mapping[str, JsonValue], written: list[str]) -> None:
     index = Index(iteration=iteration, meta=dict(meta), tensors=merge_tensors(map(unpack, written)))
     with explain_write_errors(folder):
-        write_text(temporary_folder(folder) / FILE_NAME, index.to_json())
+        write_text(hidden(folder) / FILE_NAME, index.to_json())
         publish(folder, iteration)
 
 
-WHOLE = (0, 1)
-
-
-def verify(folder: Path, share: tuple[int, int] = WHOLE) -> tuple[str, ...]:
+def verify(folder: Path, share: tuple[int, int] = (0, 1)) -> tuple[str, ...]:
     """Read all bytes of a checkpoint and return a sentence for each damage.
 
     Args:

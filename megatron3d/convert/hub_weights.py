@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron3d.checkpoint.index import Index, Meta, StoredBox, StoredTensor, refuse_torch_folder
-from megatron3d.checkpoint.pieces import dtype_name
+from megatron3d.checkpoint.pieces import dtype_name, raw_bytes, safetensors_header
 from megatron3d.checkpoint.read import BoxFile, check_length
 from megatron3d.config.model_defaults import resolve_architecture
 from megatron3d.config.schema import ModelConfig
@@ -51,7 +51,6 @@ from megatron3d.runtime.files import fsync, retried
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 _NAMES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
-_CODES = {dtype: name for name, dtype in _NAMES.items()}
 # Tensors that old versions saved with the weights: causal masks and rotary frequencies.
 _CONSTANTS = re.compile(r"((h\.\d+\.attn|layers\.\d+\.attention)\.(bias|masked_bias)|rotary_emb\.inv_freq)$")
 # Weights of all experts of a layer.
@@ -366,19 +365,11 @@ def write_shards(folder: Path, shards: Sequence[SafetensorsFile], dtype: torch.d
 
 
 def _write(path: Path, tensors: Sequence[FileTensor], dtype: torch.dtype, values: Iterator[Tensor]) -> None:
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for tensor in tensors:
-        begin, end = end, end + num_bytes(tensor, dtype)
-        code = _CODES[dtype_of(tensor, dtype)]
-        header[tensor.name] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    described = [(tensor.name, dtype_of(tensor, dtype), tensor.shape) for tensor in tensors]
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for tensor in tensors:
-            value = next(values).contiguous()
-            described = tensor.shape, dtype_of(tensor, dtype)
-            assert (tuple(value.shape), value.dtype) == described, f"{tensor.name} is {value.shape}"
-            file.write(value.view(-1).view(torch.uint8).numpy().data)
+        file.write(safetensors_header(described, {"format": "pt"}))
+        for name, stored, shape in described:
+            value = next(values)
+            assert (tuple(value.shape), value.dtype) == (shape, stored), f"{name} is {value.shape}"
+            file.write(raw_bytes(value))
     fsync(path)

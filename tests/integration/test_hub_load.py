@@ -108,7 +108,7 @@ def numbers(rank: int, world_size: int, config: Config, hub: Path, converted: Pa
 
 
 def tokenizer_of(converted: Path) -> Any:
-    return store.read_meta(store.resolve(converted))["identity"]["tokenizer"]  # type: ignore[call-overload, index]
+    return read_meta(store.resolve(converted)).identity["tokenizer"]
 
 
 @pytest.mark.parametrize(("layout", "model"), PLACES)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from megatron3d.checkpoint.index import Index, read_index
-from megatron3d.checkpoint.store import Piece, load, read_meta
+from megatron3d.checkpoint.store import Piece, load
 from megatron3d.errors import UserError
 
 
@@ -95,10 +95,10 @@ def test_damaged_index(saved, change, words):
 def test_truncated_and_foreign_index(saved):
     index = saved / "index.json"
     index.write_bytes(index.read_bytes()[:-10])
-    assert "index.json is damaged: Invalid JSON" in problems_of(read_meta, saved)[0]
+    assert "index.json is damaged: Invalid JSON" in problems_of(read_index, saved)[0]
     index.unlink()
-    assert "is not a megatron3d checkpoint: it has no index.json" in problems_of(read_meta, saved)[0]
-    assert "does not exist" in problems_of(read_meta, saved / "absent")[0]
+    assert "is not a megatron3d checkpoint: it has no index.json" in problems_of(read_index, saved)[0]
+    assert "does not exist" in problems_of(read_index, saved / "absent")[0]
 
 
 def test_every_damaged_byte_of_the_index_is_found(saved):

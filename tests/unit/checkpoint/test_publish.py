@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron3d.checkpoint.store import Piece, latest, load, read_meta, resolve, save
+from megatron3d.checkpoint.store import Piece, latest, load, read_index, resolve, save
 from megatron3d.errors import UserError
 from megatron3d.parallel.mesh import Mesh
 from tests.support.checkpoints import newest_intact
@@ -109,7 +109,7 @@ def test_a_save_killed_at_any_moment_leaves_a_checkpoint(tmp_path, monkeypatch, 
             break
         w = torch.full((2,), float("nan"))
         load(resolve(run), [whole(w)])
-        assert w.tolist() == [read_meta(resolve(run))["value"]] * 2
+        assert w.tolist() == [read_index(resolve(run)).meta["value"]] * 2
         survived.add(w[0].item())
         run_ranks(ONE, save_value(run, 5, 2))
         assert (run / "iter_0000005").is_dir()

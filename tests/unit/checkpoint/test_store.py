@@ -7,7 +7,7 @@ import resource
 import pytest
 import torch
 
-from megatron3d.checkpoint.store import Piece, latest, load, read_meta, resolve, save
+from megatron3d.checkpoint.store import Piece, latest, load, read_index, resolve, save
 from megatron3d.errors import UserError
 from megatron3d.parallel.mesh import Mesh
 
@@ -42,7 +42,7 @@ def test_the_files_of_a_checkpoint(saved):
     assert sorted(path.name for path in saved.iterdir()) == names
     assert (saved.parent / "latest_checkpointed_iteration.txt").read_text() == "3\n"
     assert latest(saved.parent) == resolve(saved.parent) == resolve(saved) == saved
-    assert read_meta(saved) == {"a": 1}
+    assert read_index(saved).meta == {"a": 1}
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64])

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron3d.checkpoint import store
+from megatron3d.checkpoint.index import read_meta
 from megatron3d.config.model_defaults import resolve_architecture
 from megatron3d.convert.config_json import read_settings, write_settings
 from megatron3d.convert.conversion import ConversionRequest, from_hub, to_hub
@@ -120,7 +121,7 @@ def test_modules_that_files_lack_are_left_out(tmp_path: Path) -> None:
     hub = write_hub(tmp_path / "hub", DEEPSEEK)
     report = from_hub(ConversionRequest(hub, tmp_path / "run", **PLAIN))
     assert any("the files have none" in note for note in report.notes)
-    assert "mtp_num_layers" not in store.read_meta(store.resolve(tmp_path / "run"))["model"]  # type: ignore[operator]
+    assert "mtp_num_layers" not in read_meta(store.resolve(tmp_path / "run")).model
 
 
 def test_deepseek_scales_scores_as_published() -> None:
