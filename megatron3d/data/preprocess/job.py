@@ -249,7 +249,9 @@ def run(job: PreprocessJob, num_workers: int, interval_s: float, restart: bool, 
         job.require_free(point.is_done)
         if not point.is_done:
             point = _encode_rest(job, log, point, num_workers, interval_s, on_progress)
-        _publish(job, point)
+        for prefix, written in zip(job.prefixes, point.written, strict=True):
+            manifest = make_manifest(written, job.tokenizer).model_copy(update=job.stamps)
+            publish(prefix, job.dtype, written, manifest)
     except UserError as error:
         if not log.points:
             log.remove()
@@ -328,9 +330,3 @@ def _require_text(job: PreprocessJob, point: ResumePoint) -> None:
             f"--input: no text under the key {empty[0]!r} in {point.num_documents} documents ({point.num_bad} more "
             "left out); name other files, or other --json-keys"
         )
-
-
-def _publish(job: PreprocessJob, point: ResumePoint) -> None:
-    for prefix, written in zip(job.prefixes, point.written, strict=True):
-        manifest = make_manifest(written, job.tokenizer).model_copy(update=job.stamps)
-        publish(prefix, job.dtype, written, manifest)

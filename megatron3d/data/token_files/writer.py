@@ -139,10 +139,9 @@ class IndexedWriter:
         for file in self._files.values():
             file.discard()
 
-    def finish(self, tokenizer: Tokenizer, **more: str | None) -> None:
-        """Publish the corpus, as `publish` does; `more` are further fields of its manifest."""
-        manifest = make_manifest(self.written, tokenizer).model_copy(update=more)
-        publish(self.prefix, self._dtype, self.written, manifest)
+    def finish(self, tokenizer: Tokenizer) -> None:
+        """Publish the corpus, as `publish` does."""
+        publish(self.prefix, self._dtype, self.written, make_manifest(self.written, tokenizer))
         self.close()
 
 

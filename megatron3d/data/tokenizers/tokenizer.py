@@ -11,7 +11,7 @@ import base64
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -94,31 +94,28 @@ def _checked_fields(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return dict(pairs)
 
 
-def not_of_type(path: Path, tokenizer_type: str, wanted: str) -> Callable[[str], UserError]:
-    """Return the maker of the error of a file that does not belong to the type, from the reason."""
-    return lambda why: UserError(
-        f"data.tokenizer_model={path}: not {wanted}, which data.tokenizer_type={tokenizer_type} needs ({why}); "
-        "name the file that belongs to this type, or the type that belongs to this file"
-    )
-
-
-def unable(path: Path, task: str) -> Callable[[str], UserError]:
-    """Return the maker of the error of a model that was read and cannot do its task, from the reason."""
-    return lambda why: UserError(
-        f"data.tokenizer_model={path}: cannot {task} ({why}); "
-        "the file is damaged, or has no token for unknown text: make it again, or use another"
-    )
-
-
 @contextmanager
-def library_errors(make_error: Callable[[str], UserError]) -> Iterator[None]:
-    """Raise `make_error(reason)` for whatever a library raises, also bare Exception and the panics of Rust code."""
+def library_errors(problem: str, remedy: str) -> Iterator[None]:
+    """Raise UserError, with the reason, for whatever a library raises, also bare Exception and panics of Rust code."""
     try:
         yield
     except (UserError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:  # a panic is not an Exception
-        raise make_error(shorten(" ".join(str(error).split()) or type(error).__name__)) from error
+        why = shorten(" ".join(str(error).split()) or type(error).__name__)
+        raise UserError(f"data.tokenizer_model={problem} ({why}); {remedy}") from error
+
+
+def reading(path: Path, tokenizer_type: str, wanted: str) -> AbstractContextManager[None]:
+    """Return the context for reading a file, which may belong to another type."""
+    problem = f"{path}: not {wanted}, which data.tokenizer_type={tokenizer_type} needs"
+    return library_errors(problem, "name the file that belongs to this type, or the type that belongs to this file")
+
+
+def using(path: Path, task: str) -> AbstractContextManager[None]:
+    """Return the context for a task of a model that was read, and may be unable to do it."""
+    remedy = "the file is damaged, or has no token for unknown text: make it again, or use another"
+    return library_errors(f"{path}: cannot {task}", remedy)
 
 
 ByteCounts = npt.NDArray[np.int64]
@@ -166,7 +163,7 @@ class SentencePieceTokenizer:
     def __init__(self, tokenizer_model: str | None) -> None:
         path, model = read_model("SentencePieceTokenizer", tokenizer_model)
         self._path, self._model = path, sentencepiece.SentencePieceProcessor()
-        with library_errors(not_of_type(path, "SentencePieceTokenizer", "a SentencePiece model")):
+        with reading(path, "SentencePieceTokenizer", "a SentencePiece model"):
             self._model.LoadFromSerializedProto(model)
             if not self._model.vocab_size():
                 raise ValueError("it has no pieces")
@@ -181,12 +178,12 @@ class SentencePieceTokenizer:
         return place if self._model.id_to_piece(place) == piece else None
 
     def encode(self, text: str) -> list[int]:
-        with library_errors(unable(self._path, "encode a text")):
+        with using(self._path, "encode a text"):
             ids: list[int] = self._model.encode(text)
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        with library_errors(unable(self._path, "decode tokens")):
+        with using(self._path, "decode tokens"):
             return str(self._model.decode([int(token) for token in ids]))
 
     def token_bytes(self) -> ByteCounts:
@@ -195,7 +192,7 @@ class SentencePieceTokenizer:
         def count(i: int) -> int:
             return 0 if model.is_control(i) else 1 if model.is_byte(i) else _piece_bytes(model.id_to_piece(i))
 
-        with library_errors(unable(self._path, "say what its tokens are")):
+        with using(self._path, "say what its tokens are"):
             return np.array([count(i) for i in range(self.vocab_size)])
 
 
@@ -205,7 +202,7 @@ class HuggingFaceTokenizer:
     def __init__(self, tokenizer_model: str | None) -> None:
         path, model = read_model("HuggingFaceTokenizer", tokenizer_model)
         self._path = path
-        with library_errors(not_of_type(path, "HuggingFaceTokenizer", "a tokenizer.json of Hugging Face tokenizers")):
+        with reading(path, "HuggingFaceTokenizer", "a tokenizer.json of Hugging Face tokenizers"):
             self._model = tokenizers.Tokenizer.from_str(tokenizer_json(model))
             self._model.no_truncation()  # a file may ask for both, for other uses
             self._model.no_padding()
@@ -220,12 +217,12 @@ class HuggingFaceTokenizer:
         self.fingerprint = _fingerprint("HuggingFaceTokenizer", model)
 
     def encode(self, text: str) -> list[int]:
-        with library_errors(unable(self._path, "encode a text")):
+        with using(self._path, "encode a text"):
             ids: list[int] = self._model.encode(text, add_special_tokens=False).ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        with library_errors(unable(self._path, "decode tokens")):
+        with using(self._path, "decode tokens"):
             return str(self._model.decode([int(token) for token in ids]))
 
     def token_bytes(self) -> ByteCounts | None:
@@ -265,7 +262,7 @@ class TikTokenizer:
         except ImportError as error:
             raise UserError("data.tokenizer_type=TikTokenizer: needs the package tiktoken; pip install it") from error
         self._path = path
-        with library_errors(not_of_type(path, "TikTokenizer", f"a JSON object with {', '.join(self._KEYS)}")):
+        with reading(path, "TikTokenizer", f"a JSON object with {', '.join(self._KEYS)}"):
             values = json.loads(model)
             ranks_file, pattern, special = (values[key] for key in self._KEYS)
             if ranks_file != Path(ranks_file).name:
@@ -281,14 +278,14 @@ class TikTokenizer:
         self.fingerprint = _fingerprint("TikTokenizer", model + b"\0" + ranks)
 
     def encode(self, text: str) -> list[int]:
-        with library_errors(unable(self._path, "encode a text")):
+        with using(self._path, "encode a text"):
             ids = self._model.encode_ordinary(text)
             if len(self._model.decode_bytes(ids)) != len(text.encode()):
                 raise ValueError("its pattern leaves out part of the text")
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        with library_errors(unable(self._path, "decode tokens")):
+        with using(self._path, "decode tokens"):
             return self._model.decode([int(token) for token in ids if token in self._tokens], errors="replace")
 
     def token_bytes(self) -> None:
@@ -325,7 +322,7 @@ class CharTokenizer:
 
     def __init__(self, tokenizer_model: str | None) -> None:
         path, model = read_model("CharTokenizer", tokenizer_model)
-        with library_errors(not_of_type(path, "CharTokenizer", "a JSON list of different single characters")):
+        with reading(path, "CharTokenizer", "a JSON list of different single characters"):
             characters = json.loads(model)
             if not _is_alphabet(characters):
                 raise ValueError("it holds something else")
@@ -346,7 +343,7 @@ class CharTokenizer:
             ) from error
 
     def decode(self, ids: Sequence[int]) -> str:
-        with library_errors(unable(self._path, "decode tokens")):
+        with using(self._path, "decode tokens"):
             return "".join(self._characters[token] for token in ids)
 
     def token_bytes(self) -> ByteCounts:
