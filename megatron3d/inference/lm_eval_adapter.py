@@ -6,9 +6,9 @@ is an optional dependency: `Harness` works without it, and `as_lm` wraps a `Harn
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -19,8 +19,6 @@ from megatron3d.inference.sampling import Choice, Sampler, Score, Text, sample, 
 from megatron3d.pipeline.engine import PipelineExecutor
 
 MAX_NEW_TOKENS = 256
-T = TypeVar("T")
-U = TypeVar("U")
 
 
 @dataclass(frozen=True)
@@ -44,16 +42,14 @@ class Harness:
 
     def log_likelihoods(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
         """Return for each (context, continuation) its log probability, and whether greedy decoding generates it."""
-        encoded = [self._encode_pair(*pair) for pair in pairs]
-        scores = self._batched(encoded, lambda pair: len(pair[0]) + len(pair[1]), self._score)
+        scores = self._scores([self._encode_pair(*pair) for pair in pairs])
         return [(each.log_prob, each.is_greedy) for each in scores]
 
     def rolling(self, texts: Sequence[str]) -> list[float]:
         """Return the log probability of each text; every token is predicted once, from the longest context."""
         windows = [(place, window) for place, text in enumerate(texts) for window in self._windows(text)]
-        scores = self._batched([w for _, w in windows], lambda pair: len(pair[0]) + len(pair[1]), self._score)
         sums = [0.0] * len(texts)
-        for (place, _), each in zip(windows, scores, strict=True):
+        for (place, _), each in zip(windows, self._scores([window for _, window in windows]), strict=True):
             sums[place] += each.log_prob
         return sums
 
@@ -81,17 +77,15 @@ class Harness:
         new = self.tokenizer.decode(text.tokens[start:])
         return new[: min((place for end in ends if end and (place := new.find(end)) >= 0), default=len(new))]
 
-    def _score(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[Score]:
-        return score(self.executor, pairs, self.device)
-
-    def _batched(self, items: Sequence[T], size: Callable[[T], int], answer: Callable[[list[T]], list[U]]) -> list[U]:
-        """Return the answers in the items' order, computed in batches of similar size, the largest first."""
-        order = sorted(range(len(items)), key=lambda place: -size(items[place]))
-        answers: dict[int, U] = {}
+    def _scores(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[Score]:
+        """Return the scores in the order of the pairs, computed in batches of similar length, the longest first."""
+        order = sorted(range(len(pairs)), key=lambda place: -sum(map(len, pairs[place])))
+        scores: dict[int, Score] = {}
         for first in range(0, len(order), self.batch_size):
             places = order[first : first + self.batch_size]
-            answers |= dict(zip(places, answer([items[place] for place in places]), strict=True))
-        return [answers[place] for place in range(len(items))]
+            found = score(self.executor, [pairs[place] for place in places], self.device)
+            scores |= zip(places, found, strict=True)
+        return [scores[place] for place in range(len(pairs))]
 
     def _prefix(self) -> int:
         """Return the token before a text without a context."""

@@ -200,7 +200,7 @@ class Text:
     tokens: list[int]
     generator: torch.Generator
     num_left: int
-    is_done: bool = field(default=False)
+    is_done: bool = False
 
     def __post_init__(self) -> None:
         self.is_done = self.num_left == 0
