@@ -301,8 +301,7 @@ def test_a_repeated_class_name_is_found() -> None:
 LIBRARY_ATTRIBUTES = {
     "megatron3d.comm.process_groups": {"max_ctas", "_timeout"},
     "megatron3d.linear.main_grad": {"grad"},
-    "megatron3d.convert.tokenizer": {"post_processor"},
-    "megatron3d.convert.tokenizer_candidates": {"pre_tokenizer", "decoder", "normalizer"},
+    "megatron3d.convert.tokenizer": {"pre_tokenizer", "decoder", "normalizer", "post_processor"},
     "megatron3d.data.preprocess.tokenizer_training": {"pre_tokenizer", "decoder"},
     "megatron3d.runtime.program": {"stdout", "stderr"},
     "megatron3d.model.compile": {"forward", "fail_on_recompile_limit_hit", "recompile_limit"},

@@ -24,11 +24,11 @@ from megatron3d.convert.conversion import (
     LogitsDiffer,
     from_hub,
     to_hub,
+    to_torch,
     write_start,
 )
 from megatron3d.convert.family_table import MODEL_TYPES
 from megatron3d.convert.hub_weights import DTYPES
-from megatron3d.convert.torch_checkpoint import to_torch
 from megatron3d.data.tokenizers.tokenizer import TOKENIZER_TYPES
 from megatron3d.errors import UserError
 from megatron3d.runtime.arguments import ToolParser, shorten, whole

@@ -1,13 +1,23 @@
 """Convert a Hugging Face folder to a run's folder and back, tensor by tensor; the output appears once verified.
 
 from: config.json, *.safetensors, tokenizer     to: config.yaml, iter_0000000/, tokenizer, conversion.json
+
+A checkpoint is also written as a folder that torch.distributed.checkpoint reads:
+
+    folder/__0_0.distcp    each tensor as torch.save writes it, one after another
+    folder/.metadata       a pickle: shape and dtype of each tensor, and where its bytes are
+
+The pickle is written opcode by opcode: each object calls its class, so that any version of torch rebuilds its own
+(opcodes: Python's `pickletools`; classes: `torch.distributed.checkpoint.metadata` and `.filesystem`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -32,13 +42,15 @@ from megatron3d.convert.hub_weights import (
     HubWeights,
     divide,
     dtype_of,
+    folder_tokenizer,
     num_bytes,
     open_folder,
+    read_json,
     rows_of,
     weights_meta,
+    write_json,
     write_shards,
 )
-from megatron3d.convert.output_files import folder_tokenizer, output_folder, read_json, write_json
 from megatron3d.convert.tensor_names import FileTensor, RowRange, file_tensors
 from megatron3d.convert.tokenizer import (
     GENERATION,
@@ -54,7 +66,7 @@ from megatron3d.model.linear_spec import num_parameters
 from megatron3d.model.spec import Architecture, architecture_of_record
 from megatron3d.parallel.layout import box_shape
 from megatron3d.parallel.mesh import DATA, PIPELINE, Mesh
-from megatron3d.runtime.files import write_text
+from megatron3d.runtime.files import fsync, new_folder, write_text
 
 RECORD = "conversion.json"
 MAX_SHARD_BYTES = 5 * 10**9
@@ -90,11 +102,26 @@ class ConversionReport:
     """Sentences on what was converted, and the comparisons of logits."""
 
     notes: tuple[str, ...]
-    agreements: tuple[LogitComparison, ...] = field(default=())
+    agreements: tuple[LogitComparison, ...] = ()
 
 
 class LogitsDiffer(RuntimeError):
     """Raised if the two models compute different logits; nothing was written."""
+
+
+@contextmanager
+def output_folder(target: Path) -> Iterator[Path]:
+    """Yield a folder that is renamed to `target` when the block succeeds; raises UserError where `target` exists."""
+    if target.exists():
+        raise UserError(f"--output {target}: exists already; name a new folder, or remove it")
+    try:
+        with new_folder(target) as folder:
+            yield folder
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError(
+            f"--output {target}: cannot be written: {reason}; use a folder that you own, on a disk with room"
+        ) from error
 
 
 def from_hub(request: ConversionRequest) -> ConversionReport:
@@ -212,7 +239,7 @@ def _pieces(weights: HubWeights, dtype: torch.dtype | None) -> Iterator[Piece]:
         return found if dtype is None else found.to(dtype_of(tensor, dtype))
 
     for tensor in weights.table:
-        stored = dtype_of(tensor, dtype) if dtype else weights.stored(tensor.name).dtype
+        stored = dtype_of(tensor, dtype) if dtype else weights.stored[tensor.name].dtype
         for rows in tensor.row_ranges():
             described = torch.empty(box_shape(rows.box), dtype=stored, device="meta")
             yield Piece(f"model.{rows.name}", rows.shape, rows.box, described, partial(values, tensor, rows))
@@ -299,3 +326,79 @@ def write_start(request: ConversionRequest) -> ConversionReport:
     write_text(request.target, "\n".join(lines) + "\n")
     missing = "" if kind else "; it has no tokenizer: set data.tokenizer_type and data.tokenizer_model"
     return ConversionReport((*hub.notes, f"set data.data_path, checkpoint.save, the layout and the optimizer{missing}"))
+
+
+_DATA_FILE, _METADATA = "__0_0.distcp", ".metadata"
+_CLASSES = "torch.distributed.checkpoint.metadata"
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of a class by its module and name; with no arguments at all (None), the object of that name itself."""
+
+    module: str
+    name: str
+    args: tuple[object, ...] | None = None
+
+
+def to_torch(request: ConversionRequest) -> ConversionReport:
+    """Write all tensors of a checkpoint, weights and optimizer state, under their names and in their dtypes there.
+
+    Raises UserError where the checkpoint is missing or damaged, or the folder exists or cannot be written.
+    """
+    checkpoint = store.resolve(request.source)
+    tensors = read_index(checkpoint).tensors
+    described: dict[object, object] = {}
+    places: dict[object, object] = {}
+    with output_folder(request.target) as folder:
+        with (folder / _DATA_FILE).open("wb") as file:
+            for name, stored in tensors.items():
+                tensor = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
+                box = tuple((0, size) for size in stored.shape)
+                store.load(checkpoint, [Piece(name, stored.shape, box, tensor)])
+                start = file.tell()
+                torch.save(tensor, file)
+                described[name] = _tensor_metadata(stored.shape, stored.dtype)
+                index = _Call(_CLASSES, "MetadataIndex", (name, _size((0,) * len(stored.shape))))
+                place = (_DATA_FILE, start, file.tell() - start)
+                places[index] = _Call("torch.distributed.checkpoint.filesystem", "_StorageInfo", place)
+            num_bytes = file.tell()
+        fsync(folder / _DATA_FILE)
+        metadata = _Call(_CLASSES, "Metadata", (described, None, places))
+        (folder / _METADATA).write_bytes(b"\x80\x02" + _pickled(metadata) + b".")
+        fsync(folder / _METADATA)
+    return ConversionReport((f"{len(tensors)} tensors, {num_bytes:,} bytes",))
+
+
+def _tensor_metadata(shape: tuple[int, ...], dtype: str) -> _Call:
+    """Return the metadata of a tensor that one chunk holds whole."""
+    properties = _Call(_CLASSES, "TensorProperties", (_Call("torch", dtype),))
+    chunk = _Call(_CLASSES, "ChunkStorageMetadata", (_size((0,) * len(shape)), _size(shape)))
+    return _Call(_CLASSES, "TensorStorageMetadata", (properties, _size(shape), [chunk]))
+
+
+def _size(shape: tuple[int, ...]) -> _Call:
+    return _Call("torch", "Size", (shape,))
+
+
+def _pickled(value: object) -> bytes:
+    """Return the opcodes that push a value, of protocol 2."""
+    match value:
+        case None:
+            return b"N"
+        case int():
+            content = value.to_bytes(8, "little", signed=True)
+            return b"\x8a\x08" + content
+        case str():
+            text = value.encode()
+            return b"X" + struct.pack("<I", len(text)) + text
+        case tuple():
+            return b"(" + b"".join(map(_pickled, value)) + b"t"
+        case list():
+            return b"](" + b"".join(map(_pickled, value)) + b"e"
+        case Mapping():
+            return b"}(" + b"".join(_pickled(part) for item in value.items() for part in item) + b"u"
+        case _Call():
+            name = f"c{value.module}\n{value.name}\n".encode()
+            return name if value.args is None else name + _pickled(value.args) + b"R"
+    raise AssertionError(f"{type(value)} is not among the types of the metadata")

@@ -54,9 +54,6 @@ class AllowedValues:
         return value in self.allowed or (isinstance(value, list) and all(entry in self.allowed for entry in value))
 
 
-NO_ROPE_NAMES = ("no_rope_layers", "no_rope_layer_interval")
-
-
 @dataclass(frozen=True)
 class Windows:
     """Sliding windows of a model type.
@@ -164,7 +161,7 @@ class ModelType:
         names |= {"partial_rotary_factor"} if "rotary_percent" in self.fields else set()
         names |= set(self.windows.names) if self.windows else set()
         names |= {"rope_local_base_freq"} if self.local_base else set()
-        names |= set(NO_ROPE_NAMES) if self.has_no_rope_layers else set()
+        names |= {"no_rope_layers", "no_rope_layer_interval"} if self.has_no_rope_layers else set()
         names |= {*self.aliases} | {name for each in self.derived for name in each.names}
         return frozenset(names)
 

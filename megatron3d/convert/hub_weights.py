@@ -1,4 +1,4 @@
-"""Safetensors files of a Hugging Face folder: found, checked, read as a checkpoint's index, and written.
+"""Files of a Hugging Face folder: JSON, the tokenizer's, and safetensors, which are read as a checkpoint's index.
 
     layers.0.attention.k.weight [H, H]  =  rows H to 2H of the transpose of h.0.attn.c_attn.weight in model.safetensors
     a file                              =  8 bytes: length of the header | JSON {name: {dtype, shape, data_offsets}} |
@@ -12,13 +12,16 @@ in memory, where safetensors' `save_file` would hold all.  Format: https://githu
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import JsonValue
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -30,7 +33,6 @@ from megatron3d.config.schema import ModelConfig
 from megatron3d.convert.config_json import model_type_of, read_settings
 from megatron3d.convert.family_table import MODEL_TYPES
 from megatron3d.convert.fields import HubConfig
-from megatron3d.convert.output_files import folder_tokenizer, read_json, source_file, write_json
 from megatron3d.convert.tensor_names import (
     LAYER,
     MTP_COPIES,
@@ -39,14 +41,15 @@ from megatron3d.convert.tensor_names import (
     Place,
     RowRange,
     file_tensors,
-    strip_body_prefix,
 )
 from megatron3d.data.token_files.files import is_path
+from megatron3d.data.tokenizers.special_tokens import MAX_BYTES
 from megatron3d.data.tokenizers.tokenizer import build_tokenizer
 from megatron3d.errors import UserError, is_machine_fault
 from megatron3d.model.spec import Architecture, architecture_record
-from megatron3d.parallel.layout import Shape
-from megatron3d.runtime.files import fsync, retried
+from megatron3d.parallel.layout import box_shape
+from megatron3d.runtime.arguments import read_limited
+from megatron3d.runtime.files import fsync, retried, write_text
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -56,6 +59,54 @@ _CONSTANTS = re.compile(r"((h\.\d+\.attn|layers\.\d+\.attention)\.(bias|masked_b
 # Weights of all experts of a layer.
 STACKED = re.compile(r"\.mlp\.experts\.gate_up_proj$")
 MAX_PROBLEMS = 8
+JSON, PIECES = "tokenizer.json", "tokenizer.model"
+# A SentencePiece model that no tokenizer.json equals; transformers would read PIECES as Llama's kind of model.
+BARE_PIECES = "sentencepiece.model"
+_KINDS = {JSON: "HuggingFaceTokenizer", PIECES: "SentencePieceTokenizer", BARE_PIECES: "SentencePieceTokenizer"}
+
+
+def source_file(folder: Path, name: str) -> Path:
+    """Return a file of a Hugging Face folder, whether or not it is there.
+
+    Raises UserError where it is no regular file, or a link that leads out of the folder; links of the hub's cache,
+    which lead from `snapshots/REVISION` to `blobs`, are followed.
+    """
+    path, root = folder / name, Path(os.path.realpath(folder))
+    real = Path(os.path.realpath(path))
+    homes = [root, *([root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [])]
+    if not any(real.is_relative_to(home) for home in homes):
+        raise UserError(f"{path}: is a link to {real}, outside of the folder; copy that file here if it belongs here")
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path}: is no regular file; give a folder that save_pretrained wrote")
+    return path
+
+
+def read_json(path: Path) -> dict[str, JsonValue]:
+    """Return the JSON object of a file; raises UserError where there is none."""
+    try:
+        value = json.loads(read_limited(path, MAX_BYTES))
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot be read ({error.strerror}); give a folder that save_pretrained wrote"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: is not JSON ({error}); copy or download it again") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: is not a JSON object; copy or download it again")
+    return value
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write a JSON file with indentation."""
+    write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def folder_tokenizer(folder: Path) -> tuple[str, str] | None:
+    """Return type and file of a folder's tokenizer, None where there is none; raises UserError for links out of it."""
+    for name, kind in _KINDS.items():
+        if (path := source_file(folder, name)).is_file():
+            return kind, str(path)
+    return None
 
 
 @dataclass(frozen=True)
@@ -69,7 +120,7 @@ class HubTensor:
 
 
 class HubWeights:
-    """The tensors of a folder of a model, and their `table`.
+    """The tensors of a folder of a model, and their `table`; `stored` says where each is.
 
     `vocabulary` names those with a row for each token.  Raises UserError with every problem where files are missing,
     damaged or foreign, or tensors other than the table's.
@@ -81,11 +132,12 @@ class HubWeights:
         is_stacked = arch.experts is not None and any(STACKED.search(name) for name in found)
         tensors = self.table = file_tensors(arch, model_type, is_stacked)
         self.vocabulary = frozenset(tensor.name for tensor in tensors if tensor.has_vocabulary)
-        bare = {strip_body_prefix(tensor.name, model_type): tensor.name for tensor in tensors}
-        self._stored = {bare.get(name, name): tensor for name, tensor in found.items()}
-        head = self._stored.pop(TIED_HEAD, None) if arch.tie_embeddings else None
+        # Files of a model without head, such as those of the first GPT-2 models, leave the prefix out.
+        bare = {tensor.name.removeprefix(MODEL_TYPES[model_type].body): tensor.name for tensor in tensors}
+        self.stored = {bare.get(name, name): tensor for name, tensor in found.items()}
+        head = self.stored.pop(TIED_HEAD, None) if arch.tie_embeddings else None
         copies = self._copies(tensors)
-        problems = [f"{folder}: {problem}" for problem in _differences(self._stored, tensors)]
+        problems = [f"{folder}: {problem}" for problem in _differences(self.stored, tensors)]
         more = len(problems) - MAX_PROBLEMS
         UserError.collect(problems[:MAX_PROBLEMS] + ([f"{folder}: and {more} more tensors"] if more > 0 else []))
         for copy, name in copies:
@@ -102,75 +154,64 @@ class HubWeights:
         what they are copies of."""
         matrices = [tensor.name for tensor in tensors if tensor.has_vocabulary]
         found = []
-        for name in list(self._stored):
+        for name in list(self.stored):
             for copy, matrix in zip(MTP_COPIES, (matrices[0], matrices[-1]), strict=True):
                 if name.startswith(LAYER.partition("{n}")[0]) and name.endswith(f".{copy}"):
-                    found.append((self._stored.pop(name), matrix))
+                    found.append((self.stored.pop(name), matrix))
         return found
 
     @property
     def dtypes(self) -> frozenset[torch.dtype]:
         """The dtypes of the weights."""
-        return frozenset(self.stored(tensor.name).dtype for tensor in self.table if not tensor.is_state)
+        return frozenset(self.stored[tensor.name].dtype for tensor in self.table if not tensor.is_state)
 
     def tensor(self, name: str) -> Tensor:
         """Return a tensor as stored, mapped from the file."""
-        return _read(self._stored[name])
-
-    def stored(self, name: str) -> HubTensor:
-        """Return where a tensor of the table is, and its dtype."""
-        return self._stored[name]
+        return _read(self.stored[name])
 
 
 def rows_of(values: Tensor, rows: RowRange) -> Tensor:
     """Return rows of a logical tensor as a view of the values of a file's tensor."""
-    return view_of(values, rows.place, rows.high - rows.low, rows.shape)
-
-
-def view_of(values: Tensor, place: Place, num_rows: int, shape: Shape) -> Tensor:
-    """Return rows of a logical tensor of a shape, at their place in a file's tensor, as a view of its values."""
+    place, num_rows = rows.place, rows.high - rows.low
     values = values if place.expert < 0 else values[place.expert]
     if place.is_transposed:  # a row or column stays contiguous
         values = values.T if min(values.shape) > 1 else values.reshape(values.shape[::-1])
-    rows = values[place.start : place.start + num_rows * place.step : place.step]
-    return rows if len(shape) == 1 else rows[:, place.column : place.column + shape[1]]
+    found = values[place.start : place.start + num_rows * place.step : place.step]
+    return found if len(rows.shape) == 1 else found[:, place.column : place.column + rows.shape[1]]
 
 
-def _read(stored: HubTensor) -> Tensor:
+@contextmanager
+def _opened(path: Path, checks_length: bool = False) -> Iterator[Any]:
+    """Open a safetensors file; raises UserError where it, or what is read from it, is damaged."""
     try:
-        with safe_open(stored.file, framework="pt") as handle:
-            tensor: Tensor = handle.get_tensor(stored.name)
+        if checks_length:
+            retried(path, lambda: check_length(path))
+        with safe_open(path, framework="pt") as handle:
+            yield handle
     except (OSError, SafetensorError, RuntimeError) as error:  # the last where torch cannot map the file
         if is_machine_fault(error):
             raise
-        raise _damaged(stored.file, error) from error
+        raise UserError(f"{path} is no whole safetensors file ({error}); copy or download it again") from error
+
+
+def _read(stored: HubTensor) -> Tensor:
+    with _opened(stored.file) as handle:
+        tensor: Tensor = handle.get_tensor(stored.name)
     return tensor
 
 
 def _tensors(path: Path) -> Iterator[HubTensor]:
     """Yield the tensors that the header of a file describes, but for constants, which may be of any type."""
-    try:
-        retried(path, lambda: check_length(path))
-        with safe_open(path, framework="pt") as handle:
-            for name in handle.keys():  # noqa: SIM118 (a handle is no mapping)
-                if _CONSTANTS.search(name):
-                    continue
-                part = handle.get_slice(name)
-                dtype = _NAMES.get(part.get_dtype())
-                if dtype is None:
-                    raise UserError(
-                        f"{path}: {name} is of type {part.get_dtype()}, not one of {', '.join(_NAMES)}; convert the "
-                        "model before quantization"
-                    )
-                yield HubTensor(path, name, tuple(part.get_shape()), dtype)
-    except (OSError, SafetensorError, RuntimeError) as error:  # the last where torch cannot map the file
-        if is_machine_fault(error):
-            raise
-        raise _damaged(path, error) from error
-
-
-def _damaged(path: Path, error: Exception) -> UserError:
-    return UserError(f"{path} is no whole safetensors file ({error}); copy or download it again")
+    with _opened(path, checks_length=True) as handle:
+        for name in (name for name in handle.keys() if not _CONSTANTS.search(name)):  # noqa: SIM118 (no mapping)
+            part = handle.get_slice(name)
+            dtype = _NAMES.get(part.get_dtype())
+            if dtype is None:
+                raise UserError(
+                    f"{path}: {name} is of type {part.get_dtype()}, not one of {', '.join(_NAMES)}; convert the "
+                    "model before quantization"
+                )
+            yield HubTensor(path, name, tuple(part.get_shape()), dtype)
 
 
 def without_absent_modules(folder: Path, model: ModelConfig) -> tuple[ModelConfig, tuple[str, ...]]:
@@ -292,7 +333,7 @@ def read_hub_index(folder: Path) -> Index:
     hub = open_folder(folder)
     tensors: dict[str, StoredTensor] = {}
     for tensor in hub.weights.table:
-        stored = hub.weights.stored(tensor.name)
+        stored = hub.weights.stored[tensor.name]
         for rows in tensor.row_ranges():
             key = ":".join([*(str(int(number)) for number in rows.place), stored.name])
             box = StoredBox(rows.box, stored.file.name, key, checksum="")
@@ -313,17 +354,8 @@ class HubFile(BoxFile):
         *numbers, name = stored.key.split(":", len(Place._fields))
         start, step, column, expert, is_transposed = map(int, numbers)
         place = Place(start, step, column, expert, bool(is_transposed))
-        (low, high), *others = stored.box
-        shape = (high - low, *(end - begin for begin, end in others))
-        return view_of(file.get_tensor(name), place, high - low, shape)
-
-
-@dataclass(frozen=True)
-class SafetensorsFile:
-    """A file and its tensors."""
-
-    name: str
-    tensors: tuple[FileTensor, ...]
+        rows = RowRange(name, box_shape(stored.box), *stored.box[0], place)
+        return rows_of(file.get_tensor(name), rows)
 
 
 def dtype_of(tensor: FileTensor, dtype: torch.dtype) -> torch.dtype:
@@ -336,8 +368,8 @@ def num_bytes(tensor: FileTensor, dtype: torch.dtype) -> int:
     return torch.Size(tensor.shape).numel() * dtype_of(tensor, dtype).itemsize
 
 
-def divide(tensors: Sequence[FileTensor], dtype: torch.dtype, max_bytes: int) -> tuple[SafetensorsFile, ...]:
-    """Divide tensors, in order, into files of at most `max_bytes`; a larger tensor has a file of its own."""
+def divide(tensors: Sequence[FileTensor], dtype: torch.dtype, max_bytes: int) -> dict[str, list[FileTensor]]:
+    """Return the tensors, in order, by the name of their file of at most `max_bytes`; a larger one has its own."""
     groups: list[list[FileTensor]] = [[]]
     filled = 0
     for tensor in tensors:
@@ -348,18 +380,19 @@ def divide(tensors: Sequence[FileTensor], dtype: torch.dtype, max_bytes: int) ->
         groups[-1].append(tensor)
         filled += size
     if len(groups) == 1:
-        return (SafetensorsFile(SINGLE, tuple(groups[0])),)
-    names = (f"model-{place:05d}-of-{len(groups):05d}.safetensors" for place in range(1, len(groups) + 1))
-    return tuple(SafetensorsFile(name, tuple(group)) for name, group in zip(names, groups, strict=True))
+        return {SINGLE: groups[0]}
+    return {f"model-{n:05d}-of-{len(groups):05d}.safetensors": group for n, group in enumerate(groups, 1)}
 
 
-def write_shards(folder: Path, shards: Sequence[SafetensorsFile], dtype: torch.dtype, values: Iterator[Tensor]) -> None:
+def write_shards(
+    folder: Path, shards: Mapping[str, Sequence[FileTensor]], dtype: torch.dtype, values: Iterator[Tensor]
+) -> None:
     """Write the files, and an index if there are several; `values` come in the order of the files' tensors."""
-    for shard in shards:
-        _write(folder / shard.name, shard.tensors, dtype, values)
+    for file, tensors in shards.items():
+        _write(folder / file, tensors, dtype, values)
     if len(shards) > 1:
-        total = sum(num_bytes(tensor, dtype) for shard in shards for tensor in shard.tensors)
-        named = {tensor.name: shard.name for shard in shards for tensor in shard.tensors}
+        total = sum(num_bytes(tensor, dtype) for tensors in shards.values() for tensor in tensors)
+        named = {tensor.name: file for file, tensors in shards.items() for tensor in tensors}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(named.items()))}
         write_json(folder / INDEX, index)
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
 
-from megatron3d.convert.family_table import MODEL_TYPES
 from megatron3d.model.param_spec import EMBEDDING, HEAD, param_specs
 from megatron3d.model.spec import EXPERT_BIAS, Architecture, router_names
 from megatron3d.parallel.layout import Box, Shape
@@ -370,8 +369,3 @@ class _Table:
 
 def _each(ours: tuple[str, ...], mark: str, index: int) -> tuple[str, ...]:
     return tuple(name.replace(mark, str(index)) for name in ours)
-
-
-def strip_body_prefix(name: str, model_type: str) -> str:
-    """Return the tensor's name in files of a model without head, such as those of the first GPT-2 models."""
-    return name.removeprefix(MODEL_TYPES[model_type].body)

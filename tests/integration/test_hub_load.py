@@ -18,7 +18,7 @@ from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
 from megatron3d.convert.config_json import read_settings
 from megatron3d.convert.conversion import ConversionRequest, from_hub
-from megatron3d.convert.output_files import read_json
+from megatron3d.convert.hub_weights import read_json
 from megatron3d.train.build import HUGGING_FACE
 from megatron3d.train.checkpointing import LoadOptions, load_state
 from megatron3d.train.state import build_state

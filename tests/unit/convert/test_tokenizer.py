@@ -15,11 +15,19 @@ import tokenizers
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]
 
 from megatron3d.config.schema import DataConfig
-from megatron3d.convert import tokenizer_candidates as sentencepiece_pieces
-from megatron3d.convert.tokenizer import export_tokenizer, import_tokenizer, keep_token_ids
-from megatron3d.convert.tokenizer_candidates import SAMPLE, open_texts, read_pieces
+from megatron3d.convert.tokenizer import (
+    CONTROL,
+    SAMPLE,
+    export_tokenizer,
+    import_tokenizer,
+    keep_token_ids,
+    of_type,
+    open_texts,
+    surfaces,
+)
 from megatron3d.data.preprocess.tokenizer_training import TrainingText, train_sentencepiece
 from megatron3d.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron3d.errors import UserError
@@ -79,7 +87,7 @@ def test_the_exported_tokenizer_encodes_every_text_alike(both: tuple[Tokenizer, 
 def test_a_tokenizer_that_would_encode_differently_is_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sentencepiece_pieces, "_merges", lambda scored: [])
+    monkeypatch.setattr("megatron3d.convert.tokenizer._merges", lambda scored: [])
     data = made(tmp_path, "bpe")
     (tmp_path / "out").mkdir()
     _, notes = export_tokenizer(data, tmp_path / "out", 64)
@@ -130,8 +138,9 @@ def test_models_of_other_trainers_encode_alike_or_are_not_written(name: str, tmp
     assert (tmp_path / "sentencepiece.model").exists() != converts
     if converts:
         theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
-        pieces = read_pieces(model.getvalue())
-        for text in ("Hello <sep>  def x\tﬁ½ ", "<sep><0x9B>", *open_texts(pieces.surfaces[::-1], pieces.specials)):
+        pieces = ModelProto.FromString(model.getvalue())
+        texts = open_texts(surfaces(pieces)[::-1], of_type(pieces, CONTROL))
+        for text in ("Hello <sep>  def x\tﬁ½ ", "<sep><0x9B>", *texts):
             assert theirs(text).input_ids == ours.encode(text), text
 
 

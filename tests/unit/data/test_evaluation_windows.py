@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from megatron3d.convert.tokenizer_candidates import SAMPLE
+from megatron3d.convert.tokenizer import SAMPLE
 from megatron3d.data.corpus.corpus import EvaluationWindows
 from megatron3d.data.corpus.plan import Split
 from megatron3d.data.preprocess.tokenizer_training import TrainingText, train_sentencepiece
