@@ -26,6 +26,9 @@ from tests.support.tiny_run import run_as_rank, steps, stored
 STORED = Path(__file__).parent / "data" / "stored_run"
 # Largest relative difference where kernels round differently.
 TOLERANCE = {"fp32": 1e-4, "fp64": 1e-10}
+# A bias of all keys shifts the scores of a query alike, which softmax ignores: its gradient is 0 but for rounding, and
+# the bias is what Adam makes of that.
+ROUNDING, LARGEST_ROUNDING = "attention.k.bias", 1e-5
 
 
 def environment(precision: str) -> Mapping[str, str]:
@@ -63,7 +66,12 @@ def test_a_stored_run_continues(name: str, num_ranks: int, precision: str, pool:
         assert digests(tensors) == expected["sha256"]
     assert_close(found, expected["steps"], TOLERANCE[precision])
     norms = {name: tensor.double().norm().item() for name, tensor in tensors.items()}
-    assert norms == pytest.approx(expected["norms"], rel=TOLERANCE[precision])
+    assert norms.keys() == expected["norms"].keys()
+    for name, norm in norms.items():
+        if precision == "fp32" and name.endswith(ROUNDING):
+            assert max(norm, expected["norms"][name]) < LARGEST_ROUNDING, name
+        else:
+            assert norm == pytest.approx(expected["norms"][name], rel=TOLERANCE[precision]), name
 
 
 def assert_close(found: Any, expected: Any, tolerance: float) -> None:
