@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megatron3d.viz.data_flows import FLOWS
+from megatron3d.viz.overviews import FLOWS
 from tests.support.doc_commands import LAUNCHERS, PROGRAM, Words, code, commands, perform, understand
 from tests.support.hub_models import GPT2, write_hub
 from tests.support.pool import Pool

@@ -20,10 +20,9 @@ from megatron3d.runtime.arguments import MAX_RANKS, ToolParser, whole
 from megatron3d.runtime.files import write_text
 from megatron3d.runtime.outputs import add_overwrite, require_free
 from megatron3d.runtime.program import run_tool
-from megatron3d.viz.data_flows import data_flows_picture
 from megatron3d.viz.layouts import layout_picture
+from megatron3d.viz.overviews import data_flows_picture, schedules_picture
 from megatron3d.viz.positions import positions_picture
-from megatron3d.viz.schedules import schedules_picture
 from megatron3d.viz.zero_memory import zero_memory_picture
 
 # Pictures of the documentation: ranks of a mode, and the coloured rank.

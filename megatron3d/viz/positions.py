@@ -1,7 +1,7 @@
 """Picture of context parallelism: who holds which positions, and which keys each rank's queries see.
 
 A row is a query, a column a key, a colour the context rank that multiplies the two; keys that come from another rank
-are pale.  Chunks, pairs of rows and steps are those of `attention/context/plan.py` and `attention/context/plan.py`.
+are pale.  Chunks, pairs of rows and steps are those of `attention/context/plan.py` and `attention/plan.py`.
 """
 
 from __future__ import annotations

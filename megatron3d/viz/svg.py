@@ -34,15 +34,12 @@ class Canvas:
         self.text((24, top), title, 17, INK, "bold")
         self.text((24, top + 20), below, 12, GREY)
 
-    def rect(self, at: Rect, fill: str, stroke: str = PAPER, width: float = 1.0, dashes: str = "") -> None:
+    def rect(self, at: Rect, fill: str, stroke: str = PAPER, width: float = 1.0) -> None:
         """Add a rectangle; a fill of `none` leaves what is below visible."""
         places = " ".join(
             f'{name}="{number(value)}"' for name, value in zip(("x", "y", "width", "height"), at, strict=True)
         )
-        dashed = f' stroke-dasharray="{dashes}"' if dashes else ""
-        self._shapes.append(
-            f'<rect {places} rx="2" fill="{fill}" stroke="{stroke}" stroke-width="{number(width)}"{dashed}/>'
-        )
+        self._shapes.append(f'<rect {places} rx="2" fill="{fill}" stroke="{stroke}" stroke-width="{number(width)}"/>')
 
     def text(self, at: tuple[float, float], words: str, size: float = 12, colour: str = INK, style: str = "") -> None:
         """Add words that start here; the style `middle` or `end` puts their middle or end here, `bold` is bold."""

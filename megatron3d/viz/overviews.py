@@ -1,10 +1,13 @@
-"""Picture of the four ways that data takes through the code: the files in order, and the value that each one makes."""
+"""Overviews: the four ways that data takes through the code, and the simulated timelines of all pipeline schedules."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from megatron3d.pipeline.actions import ActionKind
+from megatron3d.pipeline.schedules import SCHEDULES, build_schedule
+from megatron3d.pipeline.simulate import Timeline, num_virtual_stages, peak_activations, simulate
 from megatron3d.viz.svg import EMPTY, GREY, INK, PAPER, Canvas, Rect
 
 # Pixels: of a file's box, of the arrow behind it, of a way, and of the margins.
@@ -88,3 +91,52 @@ def _lane(canvas: Canvas, top: float, name: str, steps: tuple[Step, ...]) -> Non
             canvas.text((box.x + 8, box.y + 17 + 16 * line), words, 10.5, colour, style)
         if number + 1 < len(steps):
             canvas.text((box.x + BOX_WIDTH + ARROW / 2, box.y + BOX_HEIGHT / 2 + 4), "→", 14, GREY, "middle")
+
+
+# Forward, backward, dgrad and wgrad; paler for the second stage of a rank.
+COLOURS = {
+    ActionKind.F: ("#1f5fa8", "#8fb4de"),
+    ActionKind.B: ("#c2600a", "#eeb27f"),
+    ActionKind.I: ("#c2600a", "#eeb27f"),
+    ActionKind.W: ("#3f8f5f", "#9fcdb0"),
+}
+MEANINGS = {ActionKind.F: "forward", ActionKind.B: "backward, or dgrad", ActionKind.W: "wgrad"}
+NUM_RANKS, NUM_MICROBATCHES = 4, 8
+# Pixels: of a unit of time, of a rank's bar, of a schedule, of the text to the left, and above the first schedule.
+UNIT, BAR = 22.0, 19
+PANEL = 24 + NUM_RANKS * (BAR + 2) + 16
+BARS_LEFT, BARS_TOP = 82, 88
+
+
+def schedules_picture() -> str:
+    """Return the timelines of every schedule in the table, one below the other on one scale of time, as an SVG file."""
+    made = {name: build_schedule(name, NUM_RANKS, NUM_MICROBATCHES) for name in SCHEDULES}
+    lines = {name: simulate(schedule) for name, schedule in made.items()}
+    longest = max(line.makespan for line in lines.values())
+    title = f"{NUM_MICROBATCHES} microbatches through {NUM_RANKS} ranks, one scale of time"
+    below = "Forward, dgrad and wgrad take the same time. White is the bubble."
+    canvas = Canvas(BARS_LEFT + UNIT * longest + 24, BARS_TOP + PANEL * len(made), title, below)
+    canvas.legend((24, 74), [(COLOURS[kind][0], COLOURS[kind][0], words) for kind, words in MEANINGS.items()])
+    for number, (name, schedule) in enumerate(made.items()):
+        held = " ".join(f"{peak / num_virtual_stages(schedule):g}" for peak in peak_activations(schedule))
+        bubble, ranks = f"bubble {100 * lines[name].idle_rate:.0f} %", f"ranks 0 to {NUM_RANKS - 1}"
+        summary = f"{bubble}, at most {held} microbatches in flight on {ranks}"
+        top = BARS_TOP + number * PANEL
+        canvas.text((24, top + 15), name, 14, INK, "bold")
+        canvas.text((BARS_LEFT + 54, top + 15), summary, 12, GREY)
+        _timeline(canvas, top + 24, lines[name])
+    return canvas.document()
+
+
+def _timeline(canvas: Canvas, top: float, line: Timeline) -> None:
+    """Draw a bar per rank."""
+    for rank, spans in enumerate(line.rank_spans):
+        y = top + rank * (BAR + 2)
+        canvas.text((24, y + 14), f"rank {rank}", 12, GREY)
+        stages = sorted({span.action.stage for span in spans})
+        for span in spans:
+            depth = stages.index(span.action.stage)
+            place = Rect(BARS_LEFT + UNIT * span.start, y, UNIT * (span.end - span.start), BAR)
+            canvas.rect(place, COLOURS[span.action.kind][min(depth, 1)], PAPER)
+            x, middle = place.middle
+            canvas.text((x, middle + 3.5), str(span.action.mb), 10, INK if depth else PAPER, "middle")
