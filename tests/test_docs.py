@@ -196,7 +196,7 @@ def test_programs_and_options_that_are_mentioned_exist(page: Path) -> None:
         reader = "megatron3d/config/cli.py" if program == "pretrain_gpt.py" else program
         source = (ROOT / reader).read_text(encoding="utf-8")
         if "add_overwrite(" in source:
-            source += (ROOT / "megatron3d/runtime/outputs.py").read_text(encoding="utf-8")
+            source += (ROOT / "megatron3d/runtime/arguments.py").read_text(encoding="utf-8")
         assert [flag for flag in re.findall(r"--[a-z-]+", rest) if f'"{flag}"' not in source] == [], f"{program}{rest}"
 
 

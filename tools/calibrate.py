@@ -15,8 +15,7 @@ from pathlib import Path
 from megatron3d.errors import UserError
 from megatron3d.forecast.time.hardware import FOLDER, load_accelerator, load_cluster
 from megatron3d.runtime import process
-from megatron3d.runtime.arguments import ToolParser, real
-from megatron3d.runtime.outputs import add_overwrite, require_free
+from megatron3d.runtime.arguments import ToolParser, add_overwrite, real, require_free
 from megatron3d.runtime.program import run_tool
 
 PRECISION = "bf16"

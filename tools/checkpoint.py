@@ -29,8 +29,7 @@ from megatron3d.comm.objects import GroupObjects
 from megatron3d.errors import ExitCode, UserError, one_line
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.runtime import process
-from megatron3d.runtime.arguments import ToolParser, whole
-from megatron3d.runtime.outputs import require_free
+from megatron3d.runtime.arguments import ToolParser, require_free, whole
 
 EXIT_DIFFERENT = 1
 ALONE = Mesh((("data", 1),))

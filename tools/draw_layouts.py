@@ -16,9 +16,8 @@ from pathlib import Path
 
 from megatron3d.errors import UserError
 from megatron3d.parallel.modes import MODES, build_mode
-from megatron3d.runtime.arguments import MAX_RANKS, ToolParser, whole
+from megatron3d.runtime.arguments import MAX_RANKS, ToolParser, add_overwrite, require_free, whole
 from megatron3d.runtime.files import write_text
-from megatron3d.runtime.outputs import add_overwrite, require_free
 from megatron3d.runtime.program import run_tool
 from megatron3d.viz.layouts import layout_picture
 from megatron3d.viz.overviews import data_flows_picture, schedules_picture

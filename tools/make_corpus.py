@@ -21,8 +21,7 @@ from pathlib import Path
 
 from megatron3d.data.token_files.files import replace_output
 from megatron3d.errors import UserError
-from megatron3d.runtime.arguments import ToolParser, real
-from megatron3d.runtime.outputs import add_overwrite, require_free
+from megatron3d.runtime.arguments import ToolParser, add_overwrite, real, require_free
 from megatron3d.runtime.program import byte_progress, run_tool
 
 INSTALLED = frozenset({"site-packages", "dist-packages", "__pycache__"})

@@ -21,9 +21,8 @@ from megatron3d.errors import UserError
 from megatron3d.forecast.time.hardware import Cluster, load_cluster
 from megatron3d.launch.requeue import run_folder
 from megatron3d.launch.script import CONTAINERS, JobSettings, Options, fill_template, options
-from megatron3d.runtime.arguments import MAX_RANKS, positive, whole
+from megatron3d.runtime.arguments import MAX_RANKS, add_overwrite, positive, require_free, whole
 from megatron3d.runtime.files import write_text
-from megatron3d.runtime.outputs import add_overwrite, require_free
 from megatron3d.runtime.program import run_tool
 
 TEMPLATE = Path(__file__).parents[1] / "scripts" / "slurm" / "pretrain.sbatch"

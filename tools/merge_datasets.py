@@ -18,8 +18,7 @@ from megatron3d.data.token_files.files import with_suffix
 from megatron3d.data.token_files.indexed import IndexedDataset, Manifest, read_manifest
 from megatron3d.data.token_files.writer import IndexedWriter, corpus_files, publish
 from megatron3d.errors import UserError
-from megatron3d.runtime.arguments import ToolParser
-from megatron3d.runtime.outputs import add_overwrite, require_free
+from megatron3d.runtime.arguments import ToolParser, add_overwrite, require_free
 from megatron3d.runtime.program import byte_progress, run_tool
 
 MAX_NAMED = 8

@@ -38,9 +38,8 @@ from megatron3d.forecast.time.operation_table import operation_table
 from megatron3d.forecast.time.practices import OURS, practice
 from megatron3d.forecast.time.step import simulated_step
 from megatron3d.parallel.modes import MODES
-from megatron3d.runtime.arguments import MAX_RANKS, real, whole
+from megatron3d.runtime.arguments import MAX_RANKS, add_overwrite, real, require_free, whole
 from megatron3d.runtime.files import write_figure
-from megatron3d.runtime.outputs import add_overwrite, require_free
 from megatron3d.runtime.program import run_tool
 
 # Options next to those of a task that is not a search.

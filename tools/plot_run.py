@@ -19,9 +19,8 @@ import matplotlib
 matplotlib.use("Agg")
 
 from megatron3d.errors import UserError
-from megatron3d.runtime.arguments import ToolParser, whole
+from megatron3d.runtime.arguments import ToolParser, add_overwrite, require_free, whole
 from megatron3d.runtime.files import replace_file
-from megatron3d.runtime.outputs import add_overwrite, require_free
 from megatron3d.runtime.program import run_tool
 from megatron3d.viz.curves import draw, read_run
 from megatron3d.viz.report import is_finished, report

@@ -22,9 +22,8 @@ from megatron3d.pipeline.plot import figure, text_picture, trace
 from megatron3d.pipeline.schedules import FROM_FILE, SCHEDULES, build_schedule, load_schedule, num_microbatches
 from megatron3d.pipeline.simulate import Timeline, num_virtual_stages, peak_activations, simulate
 from megatron3d.pipeline.validate import write_schedule
-from megatron3d.runtime.arguments import MAX_RANKS, ToolParser, whole
+from megatron3d.runtime.arguments import MAX_RANKS, ToolParser, add_overwrite, require_free, whole
 from megatron3d.runtime.files import write_figure, write_text
-from megatron3d.runtime.outputs import add_overwrite, require_free
 from megatron3d.runtime.program import run_tool
 
 TRACE_UNIT_US = 1000.0

@@ -37,8 +37,7 @@ from megatron3d.data.preprocess.job import OnProgress, PreprocessJob, ResumePoin
 from megatron3d.data.preprocess.readers import TEXT_KEY, ReadOptions, exact_split
 from megatron3d.data.tokenizers.tokenizer import TOKENIZER_TYPES, build_tokenizer
 from megatron3d.errors import UserError, one_line
-from megatron3d.runtime.arguments import MAX_NUMBER, ToolParser
-from megatron3d.runtime.outputs import add_overwrite
+from megatron3d.runtime.arguments import MAX_NUMBER, ToolParser, add_overwrite
 from megatron3d.runtime.process import num_cores
 from megatron3d.runtime.program import byte_progress, run_tool
 

@@ -32,8 +32,7 @@ from megatron3d.data.preprocess.tokenizer_training import (
 from megatron3d.data.token_files.files import replace_output, with_suffix
 from megatron3d.data.tokenizers.tokenizer import MAX_VOCAB_SIZE, build_tokenizer
 from megatron3d.errors import UserError
-from megatron3d.runtime.arguments import ToolParser, real, whole
-from megatron3d.runtime.outputs import add_overwrite, require_free
+from megatron3d.runtime.arguments import ToolParser, add_overwrite, real, require_free, whole
 from megatron3d.runtime.program import run_tool, spinner
 
 # By --type, the tokenizer that reads the model and the suffix of its file.

@@ -11,11 +11,10 @@ from itertools import pairwise
 from pathlib import Path
 
 from megatron3d.config.model_defaults import resolve_architecture
-from megatron3d.config.read import Resolved, read
+from megatron3d.config.read import Resolved, nearest, nearest_key, read, value_of
 from megatron3d.config.report import batch_arithmetic, render, slow_shapes
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
-from megatron3d.config.suggest import nearest, nearest_key, value_of
 from megatron3d.config.validate.facts import Facts, MissingHere
 from megatron3d.config.validate.files import check_files
 from megatron3d.config.validate.rules import layout_problems, value_problems

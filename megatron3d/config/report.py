@@ -16,9 +16,8 @@ from pathlib import Path
 import yaml
 
 from megatron3d import __version__
-from megatron3d.config.read import Resolved
+from megatron3d.config.read import SECTIONS, Resolved
 from megatron3d.config.run_spec import RunSpec
-from megatron3d.config.suggest import SECTIONS
 from megatron3d.config.validate.facts import describe_tensor
 from megatron3d.config.yaml_origins import is_plain, show
 from megatron3d.errors import UserError, one_line

@@ -29,10 +29,9 @@ from megatron3d.checkpoint import store
 from megatron3d.checkpoint.index import read_index, read_meta
 from megatron3d.checkpoint.store import Piece
 from megatron3d.comm.process_comm import ProcessComm
-from megatron3d.config.read import Resolved, read_config
+from megatron3d.config.read import SECTIONS, Resolved, read_config
 from megatron3d.config.report import write_resolved
 from megatron3d.config.schema import CheckpointConfig, Config, DataConfig, TrainConfig
-from megatron3d.config.suggest import SECTIONS
 from megatron3d.convert import compare
 from megatron3d.convert.compare import LogitComparison
 from megatron3d.convert.config_json import represents, write_settings

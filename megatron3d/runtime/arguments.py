@@ -1,6 +1,7 @@
-"""Parser of command lines, and the largest numbers, texts and files that a person may give.
+"""Command lines: their parser, the files that a program may write, and the largest numbers, texts and files.
 
-Anything larger is a typing error: loops over it would not end, and 64 bits would not hold it.
+Anything larger is a typing error: loops over it would not end, and 64 bits would not hold it.  A program writes no file
+that it reads, and none that is there already unless `--overwrite` is given.
 """
 
 from __future__ import annotations
@@ -8,11 +9,14 @@ from __future__ import annotations
 import argparse
 import errno
 import math
+import os
 import re
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NoReturn
+
+from megatron3d.errors import UserError
 
 MAX_NUMBER = 10**12
 MAX_RANKS = 10**6
@@ -95,3 +99,39 @@ def real(least: float = 0.0, most: float = MAX_NUMBER) -> Callable[[str], float]
 
 
 positive = whole(1)
+
+
+def add_overwrite(parser: argparse.ArgumentParser) -> None:
+    """Add the option `--overwrite`."""
+    parser.add_argument("--overwrite", action="store_true", help="replace output files that exist")
+
+
+def require_free(option: str, outputs: Iterable[Path], inputs: Iterable[Path] = (), overwrite: bool = False) -> None:
+    """Raise UserError for outputs that are inputs, under whatever name, and for those that exist.
+
+    Devices and pipes are written to and not replaced, so that nothing is lost in them.
+
+    Args:
+        option: the option that names the outputs, such as `--output`.
+        overwrite: whether outputs that exist may be replaced; an input never is.
+    """
+    read = {_identity(path): path for path in inputs}
+    UserError.collect(_problems(option, outputs, read, overwrite))
+
+
+def _problems(option: str, outputs: Iterable[Path], read: dict[object, Path], overwrite: bool) -> Iterator[str]:
+    for path in outputs:
+        if (source := read.get(_identity(path))) is not None:
+            same = "" if source == path else f", the same file as {source}"
+            yield f"{option} {path}: also an input{same}; name another, which replaces nothing that is read"
+        elif not overwrite and (path.is_file() or path.is_symlink()):
+            yield f"{option} {path}: exists already; name another, or add --overwrite to replace it"
+
+
+def _identity(path: Path) -> object:
+    """Return a value that all names of a file share: links, other spellings, other mounts of its file system."""
+    try:
+        status = path.stat()
+    except OSError:
+        return os.path.realpath(path)
+    return status.st_dev, status.st_ino

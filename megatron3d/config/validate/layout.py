@@ -14,7 +14,7 @@ from itertools import combinations
 from pathlib import Path
 
 from megatron3d.attention.context.plan import BOTH, CONTEXT_EXCHANGES, DOCUMENTS, ZIGZAG, head_axes
-from megatron3d.config.suggest import one_of
+from megatron3d.config.read import one_of
 from megatron3d.config.validate.facts import Facts, describe_mode, near_divisors, near_multiples, plain, unreadable
 from megatron3d.config.yaml_origins import show
 from megatron3d.errors import UserError

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from megatron3d.attention.rotary_spec import YARN
 from megatron3d.config.model_defaults import LATENT_KEYS, ROTARY_KEYS
-from megatron3d.config.suggest import one_of
+from megatron3d.config.read import one_of
 from megatron3d.config.validate.facts import Facts, describe_mode, near_divisors, near_multiples, plain
 from megatron3d.experts.plan import expert_sizes, stage_axes
 from megatron3d.model.spec import CORE_ATTN, MLA_UP_PROJ, attention_kinds

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from megatron3d.config.read import one_of
 from megatron3d.config.schema import Config
-from megatron3d.config.suggest import one_of
 from megatron3d.config.validate import files, layout
 from megatron3d.config.validate import model as network
 from megatron3d.config.validate.facts import Facts, describe_tensor, near_divisors, near_multiples, plain

@@ -40,7 +40,7 @@ from megatron3d.data.token_files.writer import (
 )
 from megatron3d.data.tokenizers.tokenizer import Tokenizer
 from megatron3d.errors import UserError
-from megatron3d.runtime.outputs import require_free
+from megatron3d.runtime.arguments import require_free
 
 
 @dataclass(frozen=True)

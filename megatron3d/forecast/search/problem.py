@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron3d.config.read import read_values
+from megatron3d.config.read import nearest, one_of, read_values
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import ITEMSIZES, Config
-from megatron3d.config.suggest import nearest, one_of
 from megatron3d.config.yaml_origins import parse_value
 from megatron3d.errors import UserError
 from megatron3d.forecast.memory.rank import RankMemory, fitting_rank_memory, largest_rank_memory, library_bytes

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
-from megatron3d.config.suggest import one_of
+from megatron3d.config.read import one_of
 from megatron3d.config.validate.facts import Facts
 from megatron3d.config.validate.rules import check, value_problems
 from megatron3d.config.yaml_origins import show

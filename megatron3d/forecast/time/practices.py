@@ -20,8 +20,8 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from megatron3d.config.read import nearest, one_of
 from megatron3d.config.run_spec import RunSpec
-from megatron3d.config.suggest import nearest, one_of
 from megatron3d.config.yaml_origins import read_yaml
 from megatron3d.errors import UserError
 from megatron3d.model.spec import Architecture

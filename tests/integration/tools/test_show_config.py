@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron3d.config.read import expected, read
-from megatron3d.config.suggest import SECTIONS
+from megatron3d.config.read import SECTIONS, expected, read
 from tools import show_config
 
 ROOT = Path(__file__).parents[3]

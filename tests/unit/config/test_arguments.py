@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron3d.config.cli import parse_args
-from megatron3d.config.read import read_config
-from megatron3d.config.suggest import nearest_key
+from megatron3d.config.read import nearest_key, read_config
 from megatron3d.errors import UserError
 
 PAGE = Path(__file__).parents[3] / "docs" / "coming_from.md"

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from megatron3d.config.cli import Arguments, run_check
-from megatron3d.config.read import MAX_PROBLEMS, read_config
+from megatron3d.config.read import MAX_PROBLEMS, SECTIONS, read_config
 from megatron3d.config.schema import Config
-from megatron3d.config.suggest import SECTIONS
 from megatron3d.config.yaml_origins import parse_value, show
 from megatron3d.errors import UserError
 from megatron3d.pipeline.schedules import SCHEDULES

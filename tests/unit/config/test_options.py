@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import fields
 
 from megatron3d.config.model_defaults import resolve_architecture
+from megatron3d.config.read import nearest_key
 from megatron3d.config.schema import ModelConfig, declared
-from megatron3d.config.suggest import nearest_key
 from megatron3d.model.option_table import ModelOptions
 from megatron3d.model.spec import Architecture
 

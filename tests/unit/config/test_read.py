@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron3d.config.read import Resolved, read_config, read_values
+from megatron3d.config.read import SECTIONS, Resolved, nearest_key, read_config, read_values
 from megatron3d.config.report import render, write_resolved
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
-from megatron3d.config.suggest import SECTIONS, nearest_key
 from megatron3d.config.yaml_origins import parse_value
 from megatron3d.errors import UserError, is_one_line
 from megatron3d.linear.overlap_plan import OVERLAP_ALL, TPOverlap

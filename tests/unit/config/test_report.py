@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from megatron3d.config.read import DEFAULT, Resolved
+from megatron3d.config.read import DEFAULT, SECTIONS, Resolved
 from megatron3d.config.report import batch_arithmetic, join_runs, render
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
-from megatron3d.config.suggest import SECTIONS
 from megatron3d.model.linear_spec import flops_per_token
 from megatron3d.pipeline.actions import ActionKind
 from megatron3d.pipeline.schedules import SCHEDULES, build_schedule, stage_flops

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron3d.errors import UserError
-from megatron3d.runtime.outputs import require_free
+from megatron3d.runtime.arguments import require_free
 
 NAMES: dict[str, Callable[[Path], Path]] = {
     "the same": lambda path: path,
