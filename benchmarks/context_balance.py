@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from common.loopback import LoopbackComm
 from common.report import Row, show, write
 
 from megatron3d.attention.attention import AttentionHeads
@@ -24,7 +25,6 @@ from megatron3d.attention.context.attention import ContextAttention, context_att
 from megatron3d.attention.context.order import HeldPositions
 from megatron3d.attention.context.plan import LOAD_BALANCERS, ZIGZAG, TokenOrder, imbalance, work_before
 from megatron3d.attention.packed import Visible
-from megatron3d.comm.loopback import LoopbackComm
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.verify.flop_memory_meter import FlopMemoryMeter
 

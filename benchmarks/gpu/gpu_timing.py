@@ -17,10 +17,10 @@ from statistics import median
 from typing import Any
 
 import torch
+from common.loopback import LoopbackComm
 from gpu.gpu_program import SMALL
 
 from megatron3d.comm.interface import Comm
-from megatron3d.comm.loopback import LoopbackComm
 from megatron3d.config.read import read_config
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.forecast.memory.rank import predict_memory

@@ -16,29 +16,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron3d.comm import matmul_rounds
-from megatron3d.comm.interface import Comm, Counts, GatheredProduct, Pending, PutProduct, completed
-from megatron3d.parallel.mesh import Axes, Link, Mesh
+from megatron3d.comm.interface import Comm, Counts, ForwardingComm, GatheredProduct, Pending, PutProduct, completed
+from megatron3d.parallel.mesh import Axes, Link
 
 # Starts a collective on a tensor in host memory.
 Start = Callable[[Tensor], Pending]
 
 
-class HostComm:
+class HostComm(ForwardingComm):
     """Collectives of `comm` on copies in host memory; only `wait` writes to the tensors of the caller."""
-
-    def __init__(self, comm: Comm) -> None:
-        self._comm = comm
-
-    @property
-    def mesh(self) -> Mesh:
-        """Mesh of the other communicator."""
-        return self._comm.mesh
 
     def _start(self, x: Tensor, start: Start, written: Sequence[Tensor] = ()) -> Callable[[], Tensor]:
         """Start a collective on a host copy of `x` and return what waits for it; its result replaces `written`."""
@@ -57,32 +49,32 @@ class HostComm:
         return Pending(lambda: _replace(x, wait()))
 
     def all_gather(self, x: Tensor, axes: Axes, dim: int) -> Pending:
-        return self._moved(x, axes, lambda host: self._comm.all_gather(host, axes, dim))
+        return self._moved(x, axes, lambda host: self.comm.all_gather(host, axes, dim))
 
     def all_gather_into(self, whole: Tensor, axes: Axes) -> Pending:
         if self.mesh.size(axes) == 1:
             return completed(whole)
         parts = list(whole.chunk(self.mesh.size(axes)))
         parts.pop(self.mesh.index(axes))
-        return self._in_place(whole, lambda host: self._comm.all_gather_into(host, axes), parts)
+        return self._in_place(whole, lambda host: self.comm.all_gather_into(host, axes), parts)
 
     def reduce_scatter(self, x: Tensor, axes: Axes, dim: int) -> Pending:
-        return self._moved(x, axes, lambda host: self._comm.reduce_scatter(host, axes, dim))
+        return self._moved(x, axes, lambda host: self.comm.reduce_scatter(host, axes, dim))
 
     def all_reduce(self, x: Tensor, axes: Axes, op: str = "sum") -> Pending:
         if self.mesh.size(axes) == 1:
             return completed(x)
-        return self._in_place(x.contiguous(), lambda host: self._comm.all_reduce(host, axes, op))
+        return self._in_place(x.contiguous(), lambda host: self.comm.all_reduce(host, axes, op))
 
     def all_to_all(self, x: Tensor, axes: Axes) -> Pending:
-        return self._moved(x, axes, lambda host: self._comm.all_to_all(host, axes))
+        return self._moved(x, axes, lambda host: self.comm.all_to_all(host, axes))
 
     def all_to_all_rows(self, x: Tensor, sent: Counts, received: Counts, axes: Axes) -> Pending:
-        return self._moved(x, axes, lambda host: self._comm.all_to_all_rows(host, sent, received, axes))
+        return self._moved(x, axes, lambda host: self.comm.all_to_all_rows(host, sent, received, axes))
 
     def shift(self, x: Tensor, out: Tensor, axes: Axes, by: int) -> Pending:
         assert out.is_contiguous(), f"a tensor of strides {out.stride()} cannot be received into"
-        wait = self._start(x, lambda host: self._comm.shift(host, torch.empty_like(host), axes, by), [out])
+        wait = self._start(x, lambda host: self.comm.shift(host, torch.empty_like(host), axes, by), [out])
         return Pending(lambda: _replace(out, wait()))
 
     def all_gather_matmul(self, a_MK: Tensor, b_NK: Tensor, axes: Axes, put: PutProduct) -> GatheredProduct:
@@ -92,24 +84,15 @@ class HostComm:
         return matmul_rounds.matmul_reduce_scatter(self, a_MK, b_NK, axes, dim, put)
 
     def send(self, x: Tensor, link: Link) -> Pending:
-        wait = self._start(x, lambda host: self._comm.send(host, link))
+        wait = self._start(x, lambda host: self.comm.send(host, link))
         return Pending(lambda: (wait(), x)[1], lambda: False)
 
     def receive(self, out: Tensor, link: Link) -> Pending:
         assert out.is_contiguous(), f"a tensor of strides {out.stride()} cannot be received into"
-        return self._in_place(out, lambda host: self._comm.receive(host, link))
+        return self._in_place(out, lambda host: self.comm.receive(host, link))
 
     def all_reduce_pair(self, x: Tensor, link: Link) -> Pending:
-        return self._in_place(x, lambda host: self._comm.all_reduce_pair(host, link))
-
-    def barrier(self) -> None:
-        self._comm.barrier()
-
-    def gather_object(self, value: Any) -> list[Any] | None:
-        return self._comm.gather_object(value)
-
-    def broadcast_object(self, value: Any) -> Any:
-        return self._comm.broadcast_object(value)
+        return self._in_place(x, lambda host: self.comm.all_reduce_pair(host, link))
 
 
 def host_copy(x: Tensor) -> Tensor:
@@ -122,7 +105,6 @@ def _replace(x: Tensor, values: Tensor) -> Tensor:
     return x.copy_(values)
 
 
-T = TypeVar("T")
 # Cycles of a GPU per second, nearly.
 CYCLES_PER_S = 1.5e9
 
@@ -172,18 +154,14 @@ class LaggingComm(HostComm):
             self._side[device] = torch.Stream(device)
         return self._side[device]
 
-    def _in_thread(self, call: Callable[[], T]) -> T:
-        """Make a call after all that were started before."""
-        return self._calls.submit(call).result()
-
     def barrier(self) -> None:
-        self._in_thread(self._comm.barrier)
+        self._calls.submit(self.comm.barrier).result()
 
     def gather_object(self, value: Any) -> list[Any] | None:
-        return self._in_thread(lambda: self._comm.gather_object(value))
+        return self._calls.submit(self.comm.gather_object, value).result()
 
     def broadcast_object(self, value: Any) -> Any:
-        return self._in_thread(lambda: self._comm.broadcast_object(value))
+        return self._calls.submit(self.comm.broadcast_object, value).result()
 
 
 def _read_and_poison(x: Tensor, written: Sequence[Tensor]) -> Tensor:

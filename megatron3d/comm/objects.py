@@ -70,36 +70,33 @@ class ByteStore(Protocol):
 
     def set(self, key: str, value: Any) -> None:
         """Store a value under a key."""
-        ...
 
     def get(self, key: str) -> bytes:
         """Return the value of a key, once it is there; raises RuntimeError after the store's timeout."""
-        ...
 
     def delete_key(self, key: str) -> bool:
         """Remove a key; return whether it was there."""
-        ...
 
 
 class GroupObjects:
-    """Object collectives over a process group of all ranks on CPUs; None: the one of the rendezvous."""
+    """Object collectives over the process group of the rendezvous, which is that of all ranks on CPUs."""
 
-    def __init__(self, mesh: Mesh, group: dist.ProcessGroup | None = None) -> None:
-        self.mesh, self._group = mesh, group
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
 
     def gather_object(self, value: Any) -> list[Any] | None:
         if self.mesh.world_size == 1:
             return [value]
         content = _as_tensor(encode(value))
         sizes = [torch.empty(1, dtype=torch.int64) for _ in range(self.mesh.world_size)]
-        dist.all_gather(sizes, torch.tensor([len(content)]), group=self._group)
+        dist.all_gather(sizes, torch.tensor([len(content)]))
         longest = max(map(int, sizes))
         padded = torch.cat((content, content.new_zeros(longest - len(content))))
         if self.mesh.rank > 0:
-            dist.gather(padded, dst=0, group=self._group)
+            dist.gather(padded, dst=0)
             return None
         parts = [torch.empty_like(padded) for _ in sizes]
-        dist.gather(padded, parts, dst=0, group=self._group)
+        dist.gather(padded, parts, dst=0)
         return [decode(part[: int(size)].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
 
     def broadcast_object(self, value: Any) -> Any:
@@ -107,9 +104,9 @@ class GroupObjects:
             return value
         content = _as_tensor(encode(value)) if self.mesh.rank == 0 else torch.empty(0, dtype=torch.uint8)
         size = torch.tensor([len(content)])
-        dist.broadcast(size, src=0, group=self._group)
+        dist.broadcast(size, src=0)
         content = content if self.mesh.rank == 0 else torch.empty(int(size), dtype=torch.uint8)
-        dist.broadcast(content, src=0, group=self._group)
+        dist.broadcast(content, src=0)
         return value if self.mesh.rank == 0 else decode(content.numpy().tobytes())
 
 
@@ -184,12 +181,12 @@ def store_objects(mesh: Mesh, timeout: timedelta | None = None) -> ObjectCollect
     return StoreObjects(mesh, store)
 
 
-def background_comm(mesh: Mesh, timeout_s: float = 86400.0) -> ObjectCollectives:
-    """Return object collectives for slow work, also in a thread; a wait of `timeout_s` raises RuntimeError.
+def background_comm(mesh: Mesh) -> ObjectCollectives:
+    """Return object collectives for slow work, also in a thread; a wait of a day raises RuntimeError.
 
     All ranks must call this at the same place.  It is the watchdog that ends a wait for a rank without progress.
     """
-    return store_objects(mesh, timedelta(seconds=timeout_s))
+    return store_objects(mesh, timedelta(days=1))
 
 
 T = TypeVar("T")
@@ -223,7 +220,11 @@ def run_on_all_ranks(comm: ObjectCollectives, action: Callable[[], T]) -> list[T
         crash = error
     crashed = f"rank {comm.mesh.rank}: {crash!r}" if crash else None
     gathered = comm.gather_object((result, problems, crashed, fault))
-    failures = ([], [], []) if gathered is None else _collect_failures(gathered)
+    failures = (
+        list(dict.fromkeys(problem for _, found, *_ in gathered or () for problem in found)),
+        [crashed for _, _, crashed, _ in gathered or () if crashed],
+        [fault for *_, fault in gathered or () if fault],
+    )
     all_problems, all_crashes, all_faults = comm.broadcast_object(failures)
     if all_crashes:
         if crash is None:  # where it is from is said on the rank that crashed
@@ -256,13 +257,3 @@ def broadcast_bytes(comm: Comm, content: bytes, device: torch.device) -> bytes:
         words.view(torch.uint8)[:size] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     total = comm.all_reduce(words.to(device), comm.mesh.names).wait()  # of one rank's words and zeros
     return total.cpu().view(torch.uint8)[:size].numpy().tobytes()
-
-
-Failure = tuple[object, tuple[str, ...], str | None, Fault | None]
-
-
-def _collect_failures(gathered: list[Failure]) -> tuple[list[str], list[str], list[Fault]]:
-    """Return the distinct UserError problems, the other exceptions, and the machines' faults of all ranks."""
-    problems = dict.fromkeys(problem for _, found, *_ in gathered for problem in found)
-    crashes = [crashed for _, _, crashed, _ in gathered if crashed]
-    return list(problems), crashes, [fault for *_, fault in gathered if fault]

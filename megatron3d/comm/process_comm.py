@@ -25,13 +25,6 @@ from megatron3d.parallel.mesh import Axes, Link, Mesh, disjoint_cover
 from megatron3d.runtime.machine import CPU_BACKEND, FAKE_BACKEND, GPU_BACKEND
 
 
-def group_order(mesh: Mesh, axes: Axes) -> list[int] | None:
-    """Return the position of each shard of `axes` in the group's order; None where the orders are equal."""
-    place = {rank: index for index, rank in enumerate(sorted(mesh.ranks(axes)))}
-    order = [place[rank] for rank in mesh.ranks(axes)]
-    return None if order == sorted(order) else order
-
-
 def joined(x: Tensor, ranks: int, order: list[int] | None, dim: int) -> Tensor:
     """Return shards, one below the other in the group's order, concatenated along `dim` in the order of the axes."""
     if dim == 0 and order is None:
@@ -64,12 +57,6 @@ class Works:
     def is_completed(self) -> bool:
         """Return whether all of them are done."""
         return all(work.is_completed() for work in self._works)
-
-
-def send_and_receive(x: Tensor, to: int, out: Tensor, source: int, group: dist.ProcessGroup | None) -> Works:
-    """Start to send `x` to rank `to` and to receive `out` from rank `source`; both are global ranks of the group."""
-    send, receive = dist.P2POp(dist.isend, x, to, group), dist.P2POp(dist.irecv, out, source, group)
-    return Works(dist.batch_isend_irecv([send, receive]))
 
 
 def all_reduce_by_parts(comm: Comm, x: Tensor, parts: tuple[Axes, ...], op: str) -> Pending:
@@ -163,8 +150,7 @@ class ProcessComm:
         self._is_fake = mesh.world_size > 1 and is_connected and dist.get_backend() == FAKE_BACKEND
         if has_world_group is None:
             has_world_group = is_connected and not is_over_nccl
-        is_on_host = self._backend != GPU_BACKEND
-        self._objects = GroupObjects(mesh) if is_on_host else store_objects(mesh, timeout)
+        self._objects = store_objects(mesh, timeout) if is_over_nccl else GroupObjects(mesh)
         self.log = CollectiveLog(mesh)
         self._wait_hook: WaitHook = _no_hook
         axis_sets = [*([mesh.names] if has_world_group else []), *axis_sets]
@@ -260,7 +246,9 @@ class ProcessComm:
     def _order(self, axes: Axes) -> list[int] | None:
         """Return the position of each shard of `axes` in the group's order; None where the orders are equal."""
         if axes not in self._orders:
-            self._orders[axes] = group_order(self.mesh, axes)
+            place = {rank: index for index, rank in enumerate(sorted(self.mesh.ranks(axes)))}
+            order = [place[rank] for rank in self.mesh.ranks(axes)]
+            self._orders[axes] = None if order == sorted(order) else order
         return self._orders[axes]
 
     def all_gather(self, x: Tensor, axes: Axes, dim: int) -> Pending:
@@ -332,8 +320,9 @@ class ProcessComm:
         members, mine, x = self.mesh.ranks(axes), self.mesh.index(axes), x.contiguous()
         if by % ranks == 0:
             return completed(out.copy_(x))
-        works = send_and_receive(x, members[(mine + by) % ranks], out, members[(mine - by) % ranks], group)
-        return self._pending(works, out, axes)
+        send = dist.P2POp(dist.isend, x, members[(mine + by) % ranks], group)
+        receive = dist.P2POp(dist.irecv, out, members[(mine - by) % ranks], group)
+        return self._pending(Works(dist.batch_isend_irecv([send, receive])), out, axes)
 
     def all_gather_matmul(self, a_MK: Tensor, b_NK: Tensor, axes: Axes, put: PutProduct) -> GatheredProduct:
         if shared := self._symmetric(a_MK.device, axes, "all_gather_matmul"):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
-from megatron3d.comm.interface import Comm, Counts, GatheredProduct, Pending, PutProduct
+from megatron3d.comm.interface import Comm, Counts, ForwardingComm, GatheredProduct, Pending, PutProduct
 from megatron3d.parallel.matmul_plan import Traffic, ring
-from megatron3d.parallel.mesh import Axes, Link, Mesh
+from megatron3d.parallel.mesh import Axes, Link
 
 
 class RecordedCall(NamedTuple):
@@ -20,7 +20,7 @@ class RecordedCall(NamedTuple):
     dtype: str
 
 
-class Recorder:
+class Recorder(ForwardingComm):
     """Wraps a `Comm` and records its operations.
 
     Attributes:
@@ -29,14 +29,9 @@ class Recorder:
     """
 
     def __init__(self, comm: Comm) -> None:
-        self.comm = comm
+        super().__init__(comm)
         self.calls: list[Traffic] = []
         self.entries: list[RecordedCall] = []
-
-    @property
-    def mesh(self) -> Mesh:
-        """Mesh of the wrapped communicator."""
-        return self.comm.mesh
 
     def _record(self, collective: str, axes: Axes, x: Tensor, whole_bytes: float) -> None:
         if live := self.mesh.nontrivial(axes):
@@ -102,12 +97,3 @@ class Recorder:
         self.calls.append(Traffic("add", (link.axis,), x.nbytes))
         self._note("add", link, x)
         return self.comm.all_reduce_pair(x, link)
-
-    def barrier(self) -> None:
-        self.comm.barrier()
-
-    def gather_object(self, value: Any) -> list[Any] | None:
-        return self.comm.gather_object(value)
-
-    def broadcast_object(self, value: Any) -> Any:
-        return self.comm.broadcast_object(value)

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from common.loopback import LoopbackComm
 
 from megatron3d.attention.context.plan import BOTH, CONTEXT_EXCHANGES
-from megatron3d.comm.loopback import LoopbackComm
 from megatron3d.comm.recording import Recorder
 from megatron3d.config.cli import parse_args
 from megatron3d.config.run_spec import RunSpec

@@ -16,11 +16,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from common.loopback import LoopbackComm
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from megatron3d.comm.loopback import LoopbackComm
 from megatron3d.comm.recording import Recorder
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.forecast.memory.activations import modules_of

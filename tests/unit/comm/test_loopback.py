@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from common.loopback import LoopbackComm
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron3d.comm.interface import Comm
-from megatron3d.comm.loopback import LoopbackComm
 from megatron3d.comm.recording import Recorder
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.parallel.mesh import Link, Mesh

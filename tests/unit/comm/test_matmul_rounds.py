@@ -13,12 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as torch_symmetric_memory
+from common.loopback import LoopbackComm
 from torch import Tensor
 
 from megatron3d.comm import matmul_rounds
 from megatron3d.comm.host_comm import HostComm, LaggingComm
 from megatron3d.comm.interface import Comm, Pending
-from megatron3d.comm.loopback import LoopbackComm
 from megatron3d.comm.matmul_rounds import MAX_IN_FLIGHT
 from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.comm.recording import Recorder

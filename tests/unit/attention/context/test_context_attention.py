@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from common.loopback import LoopbackComm
 from torch import Tensor
 
 from megatron3d.attention import pairs as attention_pairs
@@ -30,7 +31,6 @@ from megatron3d.attention.context.plan import (
 from megatron3d.attention.packed import Visible
 from megatron3d.attention.pairs import Drop, Softmax
 from megatron3d.comm.interface import Pending
-from megatron3d.comm.loopback import LoopbackComm
 from megatron3d.comm.recording import Recorder
 from megatron3d.ops.recompute import recomputed
 from megatron3d.parallel.matmul_plan import Traffic

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from common.loopback import LoopbackComm
 from torch import Tensor
 
 from megatron3d.attention import pairs as attention_pairs
@@ -31,7 +32,6 @@ from megatron3d.attention.context.plan import (
 from megatron3d.attention.packed import Visible
 from megatron3d.comm.host_comm import LaggingComm
 from megatron3d.comm.interface import Comm, Pending
-from megatron3d.comm.loopback import LoopbackComm
 from megatron3d.comm.recording import Recorder
 from megatron3d.parallel.mesh import Axes, Mesh
 from tests.support.pool import Pool

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 from common.live import Live
+from common.loopback import LoopbackComm
 from torch import Tensor
 
-from megatron3d.comm.loopback import LoopbackComm
 from megatron3d.config.read import read_config
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
