@@ -36,7 +36,7 @@ class Optimizer:
         mains = [flat.main for flat in buffers.flat_buffers]
         self.state: dict[str, list[Tensor]] = {}
         for each in self.rule.states:
-            dtype = PRECISIONS[name].model if (name := each.dtype(config)) else None
+            dtype = PRECISIONS[name] if (name := each.dtype(config)) else None
             self.state[each.name] = [torch.zeros_like(main, dtype=dtype) for main in mains]
         self._update = UPDATES[self.rule.name](config, mains, [t for ts in self.state.values() for t in ts])
         self._views = [list(self._group_views(flat)) for flat in buffers.flat_buffers]
@@ -81,7 +81,6 @@ class Optimizer:
         return scale.reciprocal() if clipping is None else clipping / scale
 
     def _param_groups(self, factor: Tensor | None) -> list[ParamGroup]:
-        """Return the groups of the rule with this rank's tensors."""
         decay, num_states = self.config.weight_decay, len(self.state)
         groups = [
             ParamGroup(decay if each.decays else 0.0, states=tuple([] for _ in range(num_states)), factor=factor)
@@ -128,10 +127,6 @@ def learning_rate(config: OptimizerConfig, iteration: int, train_iters: int) -> 
     return _DECAY[config.lr_decay_style](config, progress, iteration, end)
 
 
-def _inverse_square_root(config: OptimizerConfig, progress: float, iteration: int, end: int) -> float:
-    return max(config.lr * math.sqrt(max(config.lr_warmup_iters, 1) / iteration), config.min_lr)
-
-
 def _warmup_stable_decay(config: OptimizerConfig, progress: float, iteration: int, end: int) -> float:
     """Return the constant rate, or in the last phase its decay to min_lr (Hu et al. 2024, arXiv:2404.06395)."""
     phase = config.lr_wsd_decay_iters or max(end // 10, 1)
@@ -151,6 +146,6 @@ _DECAY: Mapping[str, Callable[[OptimizerConfig, float, int, int], float]] = {
     "constant": lambda c, progress, i, end: c.lr,
     "linear": lambda c, progress, i, end: c.lr - (c.lr - c.min_lr) * progress,
     "cosine": lambda c, progress, i, end: c.min_lr + (c.lr - c.min_lr) * (1 + math.cos(math.pi * progress)) / 2,
-    "inverse-square-root": _inverse_square_root,
+    "inverse-square-root": lambda c, progress, i, end: max(c.lr * math.sqrt(max(c.lr_warmup_iters, 1) / i), c.min_lr),
     "WSD": _warmup_stable_decay,
 }

@@ -9,7 +9,6 @@ The dynamic scale is Megatron's: after `hysteresis` non-finite steps it is halve
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,30 +16,15 @@ from torch import Tensor
 from megatron3d.config.schema import TrainConfig
 from megatron3d.errors import UserError
 
-
-@dataclass(frozen=True)
-class Precision:
-    """Dtypes of a precision.
-
-    Attributes:
-        model: dtype of weights and activations.
-        main: dtype of main_grad, of the master weights and of the optimizer's arithmetic.
-        scales_loss: whether the exponent range of `model` requires loss scaling.
-    """
-
-    model: torch.dtype
-    main: torch.dtype
-    scales_loss: bool = False
-
-
-PRECISIONS: Mapping[str, Precision] = {
-    "fp32": Precision(torch.float32, torch.float32),
-    "bf16": Precision(torch.bfloat16, torch.float32),
-    "fp16": Precision(torch.float16, torch.float32, scales_loss=True),
-    "fp64": Precision(torch.float64, torch.float64),
+# Dtype of weights and activations; main_grad, master weights and the optimizer's arithmetic are in fp32 or wider.
+PRECISIONS: Mapping[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
 }
-
-
+# The precision whose exponent range requires loss scaling.
+SCALED = "fp16"
 GROWTH, BACKOFF = 2.0, 0.5
 
 
@@ -55,7 +39,7 @@ class LossScale:
         self._config = config
         self.factor: Tensor | float = 1.0
         self._counters: dict[str, Tensor] = {}
-        if not PRECISIONS[config.precision].scales_loss:
+        if config.precision != SCALED:
             return
         self.factor = torch.tensor(config.loss_scale or config.initial_loss_scale, device=device)
         if config.loss_scale is None:

@@ -1,8 +1,4 @@
-"""Training state: model, buffers and optimizer, built from a configuration on any mesh.
-
-Check that data-parallel replicas hold the same weights: memory and CPUs fail silently (Hochschild et al. 2021,
-"Cores that don't count"), and one corrupt replica spoils the all-reduced gradients of all.
-"""
+"""Training state: model, buffers and optimizer, built from a configuration on any mesh."""
 
 from __future__ import annotations
 
@@ -101,7 +97,7 @@ def build_state(
         model,
         model.stage_specs,
         comm,
-        PRECISIONS[config.train.precision].model,
+        PRECISIONS[config.train.precision],
         device,
         bucket_bytes=spec.bucket_bytes(on_gpu=device.type != "cpu"),
         main_grads=model.main_grads,
@@ -143,7 +139,8 @@ def digest(values: Tensor) -> int:
 def check_replicas(state: TrainState) -> None:
     """Compare the weights of data-parallel replicas bit by bit; raise RunFailed on all ranks if some differ.
 
-    With ZeRO 3 only the replicas of HSDP hold copies.
+    Memory and CPUs fail silently (Hochschild et al. 2021, "Cores that don't count"), and one corrupt replica spoils the
+    all-reduced gradients of all.  With ZeRO 3 only the replicas of HSDP hold copies.
     """
     buffers, comm = state.buffers, state.model.comm
     buffers.settle()

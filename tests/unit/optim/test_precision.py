@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron3d.config.schema import TrainConfig
-from megatron3d.optim.precision import PRECISIONS, LossScale
+from megatron3d.optim.precision import LossScale
 
 CPU = torch.device("cpu")
 
@@ -139,9 +139,3 @@ def test_the_factor_is_changed_in_place() -> None:
     held = scale.factor
     scale.update(torch.tensor(1.0))
     assert held is scale.factor and float(held) == 2.0**31
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_main_grads_are_fp32_or_wider(precision: str) -> None:
-    chosen = PRECISIONS[precision]
-    assert chosen.main == torch.promote_types(chosen.model, torch.float32)
