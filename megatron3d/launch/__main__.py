@@ -20,14 +20,7 @@ from typing import TYPE_CHECKING
 from megatron3d.config.cli import ConfigParser, resolve
 from megatron3d.config.read import read_config
 from megatron3d.errors import ExitCode, UserError
-from megatron3d.launch.requeue import (
-    LaunchEnd,
-    decide_requeue,
-    newest_iteration,
-    record_launch,
-    run_folder,
-    start_iterations,
-)
+from megatron3d.launch import requeue
 from megatron3d.runtime import process
 from megatron3d.runtime.arguments import MAX_RANKS, whole
 
@@ -119,14 +112,14 @@ def before(typed: argparse.Namespace) -> int:
     problems: list[str] = []
     try:
         config = resolve(typed.config, typed.overrides, typed.world_size).config
-        root = run_folder(config)
+        root = requeue.run_folder(config)
     except UserError as error:
         if is_first:
             raise
         problems += error.problems
     else:
         if is_first:
-            launch = record_launch(root, job)
+            launch = requeue.record_launch(root, job)
             where = f"on {launch.nodes}, from iteration {launch.iteration}"
             print(f"> launch {launch.requeue + 1} of job {launch.job}, {where}", flush=True)
     problems += node_problems(job.num_gpus, find_gpus(job.num_gpus))
@@ -137,10 +130,10 @@ def before(typed: argparse.Namespace) -> int:
 
 def after(typed: argparse.Namespace) -> int:
     """Return 0 if the job should be requeued, else 1; print why."""
-    root = run_folder(read_config(typed.config, typed.overrides).config)
-    end = LaunchEnd(typed.code, typed.before_limit)
-    starts = start_iterations(root, process.slurm_job())
-    should_requeue, reason = decide_requeue(end, starts, newest_iteration(root))
+    root = requeue.run_folder(read_config(typed.config, typed.overrides).config)
+    starts = requeue.start_iterations(root, process.slurm_job())
+    newest = requeue.newest_iteration(root)
+    should_requeue, reason = requeue.decide_requeue(typed.code, typed.before_limit, starts, newest)
     print(f"> {reason}", flush=True)
     return ExitCode.DONE if should_requeue else ExitCode.CRASH
 

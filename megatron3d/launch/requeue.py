@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import ConfigDict, Field, StrictInt, StrictStr, TypeAdapter
-from pydantic.dataclasses import dataclass as checked_dataclass
+from pydantic.dataclasses import dataclass
 
 from megatron3d.checkpoint.publish import candidates, finished_checkpoints
 from megatron3d.config.schema import Config
@@ -34,7 +34,7 @@ FILE_NAME = "slurm.jsonl"
 MAX_FRUITLESS = 2
 
 
-@checked_dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class Launch:
     """Line of `slurm.jsonl` in the run's folder.
 
@@ -53,35 +53,29 @@ class Launch:
 LAUNCH = TypeAdapter(Launch)
 
 
-@dataclass(frozen=True)
-class LaunchEnd:
-    """End of a launch: the highest exit code of its ranks, and whether SLURM had warned of the time limit."""
-
-    code: int
-    before_limit: bool
-
-
-def decide_requeue(end: LaunchEnd, starts: Sequence[int], newest: int) -> tuple[bool, str]:
+def decide_requeue(code: int, before_limit: bool, starts: Sequence[int], newest: int) -> tuple[bool, str]:
     """Return whether to requeue the job, and why.
 
     Args:
+        code: highest exit code of the ranks of the launch that has ended.
+        before_limit: whether SLURM had warned of the time limit.
         starts: iterations from which the launches of the job started, this one last; empty if it was not recorded.
         newest: iteration of the newest checkpoint now.
     """
-    if end.code == ExitCode.DONE:
+    if code == ExitCode.DONE:
         return False, "done"
-    if end.code == ExitCode.USER_ERROR:
+    if code == ExitCode.USER_ERROR:
         return False, "not requeued: the configuration or its files are wrong, see above, and would be refused again"
-    if end.code == ExitCode.STOPPED and not end.before_limit:
+    if code == ExitCode.STOPPED and not before_limit:
         return False, "not requeued: stopped on request; submit it again to continue"
     if not starts:
-        return False, f"not requeued: it ended with code {end.code} before its launch could be recorded"
+        return False, f"not requeued: it ended with code {code} before its launch could be recorded"
     if len(starts) >= MAX_FRUITLESS and min(starts[-MAX_FRUITLESS:]) >= newest:
         return False, (
             f"not requeued: {MAX_FRUITLESS} launches in a row have saved nothing beyond iteration {newest}, the last "
-            f"one ended with code {end.code}; find the cause above, or save more often"
+            f"one ended with code {code}; find the cause above, or save more often"
         )
-    how = "the time limit is near" if end.before_limit else f"it ended with code {end.code}"
+    how = "the time limit is near" if before_limit else f"it ended with code {code}"
     return True, f"requeued: {how}; the next launch continues from iteration {newest}"
 
 

@@ -102,7 +102,6 @@ def _option_value(text: str) -> str:
 
 
 def _unquoted(text: str) -> str:
-    """Return a text without the quotes around it."""
     return text[1:-1] if re.fullmatch(r"""(["']).*\1""", text) else text
 
 

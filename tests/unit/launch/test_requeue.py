@@ -12,7 +12,6 @@ from megatron3d.config.schema import Config
 from megatron3d.errors import UserError
 from megatron3d.launch.requeue import (
     MAX_FRUITLESS,
-    LaunchEnd,
     decide_requeue,
     newest_iteration,
     record_launch,
@@ -39,7 +38,7 @@ KILLED = 137
     ],
 )
 def test_a_launch_with_progress_is_requeued(code: int, before_limit: bool, again: bool, words: str) -> None:
-    decided, why = decide_requeue(LaunchEnd(code, before_limit), [0, 4], newest=8)
+    decided, why = decide_requeue(code, before_limit, [0, 4], newest=8)
     assert decided == again and words in why
 
 
@@ -52,7 +51,7 @@ def test_a_job_is_requeued_until_two_launches_save_nothing(code: int, steps: lis
         begun.append(newest)
         newest += step
         idle = 0 if step else idle + 1
-        again, why = decide_requeue(LaunchEnd(code, True), begun, newest)
+        again, why = decide_requeue(code, True, begun, newest)
         assert again == (idle < MAX_FRUITLESS), why
         if not again:
             assert f"nothing beyond iteration {newest}" in why
@@ -60,7 +59,7 @@ def test_a_job_is_requeued_until_two_launches_save_nothing(code: int, steps: lis
 
 
 def test_a_launch_that_was_not_recorded_is_the_last() -> None:
-    assert decide_requeue(LaunchEnd(1, False), [], 8) == (
+    assert decide_requeue(1, False, [], 8) == (
         False,
         "not requeued: it ended with code 1 before its launch could be recorded",
     )
