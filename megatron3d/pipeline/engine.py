@@ -6,9 +6,7 @@
 Only the rank's shard of the residual stream crosses a stage boundary.  Ranks that replicate it send one part each and
 all-gather on the receiving side ("scatter/gather", Narayanan et al. 2021, arXiv:2104.04473, section 4.1).
 
-Run microbatches through the pipeline for training, evaluation and generation.
-
-schedule of all ranks  ->  lower (adds send, recv, gradient reduction)  ->  Engine runs the list of this rank
+    schedule of all ranks  ->  lower (adds send, recv, gradient reduction)  ->  Engine runs the list of this rank
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ from megatron3d.pipeline.actions import (
     forward_only,
     keep_first_microbatches,
 )
-from megatron3d.pipeline.lower import lower, peer_rank, send_recv_after
+from megatron3d.pipeline.lower import lower, peer_rank, send_recv_after, send_recv_of
 from megatron3d.pipeline.schedules import Pipeline
 
 Compute = Callable[[int, Tensor | None, int], Tensor]
@@ -207,7 +205,7 @@ class Engine:
         if pair is not None:
             self._to_send[pair.send] = x
         else:
-            self._received[_matching_receive(action)] = completed(x)
+            self._received[send_recv_of(action).receive] = completed(x)
 
     def _link(self, action: Action) -> Link:
         rank, peer = self._owners[action.stage], peer_rank(action, self._owners)
@@ -218,12 +216,6 @@ class Engine:
 
     def _receive(self, action: Action, _: None) -> None:
         self._received[action] = self._transfer.receive(self._link(action))
-
-
-def _matching_receive(action: Action) -> Action:
-    """Return the RECV that would bring the result of `action` to the next computation on another rank."""
-    forward = action.kind is ActionKind.F
-    return Action(ActionKind.RECV_F if forward else ActionKind.RECV_B, action.stage + (1 if forward else -1), action.mb)
 
 
 # The receive that provides a computation's input, and the method that executes each kind of action.
@@ -261,8 +253,7 @@ class PipelineExecutor:
         """Run forward and backward of all microbatches; return this rank's share of the loss [1 + modules].
 
         The losses of the modules of multi-token prediction follow the model's.  The shares are 0 on ranks without the
-        last stage.  `reduce` is called with the index of each stage of this rank
-        when its gradients are complete.
+        last stage.  `reduce` is called with the index of each stage of this rank when its gradients are complete.
         """
         if len(passes) not in self._training_lists:
             self._training_lists[len(passes)] = lower(self.schedule(len(passes)))[self._rank]

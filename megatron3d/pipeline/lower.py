@@ -42,24 +42,20 @@ class SendRecv(NamedTuple):
     receive: Action
 
 
-def send_recv_after(action: Action, owners: Mapping[int, int]) -> SendRecv | None:
-    """Return the transfer of a computation's result; None where no other rank needs it.
-
-    Args:
-        owners: pipeline rank of every stage.
-    """
+def send_recv_of(action: Action) -> SendRecv:
+    """Return the transfer of the result of a forward or a dgrad to the next stage, as if another rank had that."""
     kind, stage, mb = action
-    if kind is ActionKind.W:
-        return None
     if kind is ActionKind.F:
-        step, send = 1, ActionKind.SEND_F
-        receive = ActionKind.RECV_F
-    else:
-        step, send = -1, ActionKind.SEND_B
-        receive = ActionKind.RECV_B
-    if owners.get(stage + step, owners[stage]) == owners[stage]:
+        return SendRecv(Action(ActionKind.SEND_F, stage, mb), Action(ActionKind.RECV_F, stage + 1, mb))
+    return SendRecv(Action(ActionKind.SEND_B, stage, mb), Action(ActionKind.RECV_B, stage - 1, mb))
+
+
+def send_recv_after(action: Action, owners: Mapping[int, int]) -> SendRecv | None:
+    """Return the transfer of a computation's result, given the rank of every stage; None where none else needs it."""
+    if action.kind is ActionKind.W:
         return None
-    return SendRecv(Action(send, stage, mb), Action(receive, stage + step, mb))
+    pair, mine = send_recv_of(action), owners[action.stage]
+    return None if owners.get(pair.receive.stage, mine) == mine else pair
 
 
 def peer_rank(action: Action, owners: Mapping[int, int]) -> int:

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from megatron3d.pipeline.actions import ActionKind
-from megatron3d.pipeline.simulate import Span, Timeline
+from megatron3d.pipeline.simulate import Timeline
 
 COLOURS = {ActionKind.F: "#4e79a7", ActionKind.B: "#59a14f", ActionKind.I: "#76b7b2", ActionKind.W: "#edc948"}
 MEANINGS = {
@@ -33,7 +33,9 @@ def text_picture(timeline: Timeline) -> str:
     begin = min(span.start for span in timeline.spans)
     shortest = min(span.end - span.start for span in timeline.spans)
     unit = max(shortest, timeline.makespan / MAX_COLUMNS)
-    labels = _labels(timeline)
+    single = all(len({span.action.stage for span in spans}) <= 1 for spans in timeline.rank_spans)
+    actions = {span: span.action for span in timeline.spans}
+    labels = {span: f"{each.kind.value}{each.mb}" if single else str(each) for span, each in actions.items()}
     width = 1 + max(map(len, labels.values()))
     prefix = len(f"rank {len(timeline.rank_spans) - 1}  ")
     lines = []
@@ -47,14 +49,6 @@ def text_picture(timeline: Timeline) -> str:
                 line = line.ljust(start) + labels[span].ljust(end - max(start, len(line)) - 1, "-") + " "
         lines.append(line.rstrip())
     return "\n".join(lines)
-
-
-def _labels(timeline: Timeline) -> dict[Span, str]:
-    """Return the label of every span, with the stage only where a rank has several."""
-    single = all(len({span.action.stage for span in spans}) <= 1 for spans in timeline.rank_spans)
-    return {
-        span: f"{span.action.kind.value}{span.action.mb}" if single else str(span.action) for span in timeline.spans
-    }
 
 
 def figure(timelines: Mapping[str, Timeline], time: str = "time") -> Figure:

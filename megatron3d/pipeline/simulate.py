@@ -202,7 +202,6 @@ _NONE = -1
 
 
 def _result(number: int, num_stages: int) -> Action:
-    """Return the computation whose result has a number."""
     mb, stage = divmod(number // 2, num_stages)
     return Action(ActionKind.I if number % 2 else ActionKind.F, stage, mb)
 
