@@ -78,7 +78,7 @@ def problems(config: Config, world_size: int) -> list[str]:
 
 def missing_device(device: str) -> Iterator[str]:
     """Yield the error of a device that this machine lacks."""
-    if device == "gpu" and not process.has_gpu():
+    if device == "gpu" and not process.num_gpus():
         yield "--device gpu: torch sees no GPU on this machine; use --device cpu"
 
 

@@ -1,7 +1,5 @@
 """Heartbeat of a rank, the store that it is published in, and the diagnosis that compares those of all ranks.
 
-Heartbeat of a rank, and the diagnosis that compares those of all ranks.
-
     1. a heartbeat that is not renewed                        that rank is dead or stopped, or its machine is gone
     2. else, a rank that has not started a collective that
        another one waits for, and itself waits for nobody     it keeps the others waiting
@@ -15,6 +13,7 @@ wait and programs run on, as with NCCL.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -29,19 +28,15 @@ class StatusStore(Protocol):
 
     def set(self, key: str, text: str) -> None:
         """Store `text` under `key`, replacing an earlier value."""
-        ...
 
     def get(self, key: str) -> str | None:
         """Return the text stored under `key`, or None."""
-        ...
 
     def claim(self, key: str) -> bool:
         """Return whether this rank is the first to claim `key`."""
-        ...
 
     def count(self, key: str, more: int) -> int:
         """Add to the count under `key`, which starts at 0, and return the sum of all ranks."""
-        ...
 
 
 class TcpStatusStore:
@@ -58,29 +53,32 @@ class TcpStatusStore:
         self._store = dist.PrefixStore(f"status/{attempt}", server)  # type: ignore[attr-defined]
 
     def set(self, key: str, text: str) -> None:
-        try:
+        with _faults():
             self._store.set(key, text)
-        except RuntimeError as error:
-            raise OSError(str(error).splitlines()[0]) from error
 
     def get(self, key: str) -> str | None:
-        try:
+        with _faults():
             return self._store.get(key).decode() if self._store.check([key]) else None
-        except RuntimeError as error:
-            raise OSError(str(error).splitlines()[0]) from error
 
     def claim(self, key: str) -> bool:
         return self.count(key, 1) == 1
 
     def count(self, key: str, more: int) -> int:
-        try:
+        with _faults():
             return int(self._store.add(key, more))
-        except RuntimeError as error:
-            raise OSError(str(error).splitlines()[0]) from error
 
 
+@contextlib.contextmanager
+def _faults() -> Iterator[None]:
+    """Raise torch's RuntimeError of a lost connection as OSError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise OSError(str(error).splitlines()[0]) from error
+
+
+# Where a rank is whose main thread waits in a collective.
 COLLECTIVES_FILES = ("comm/process_comm.py", "comm/objects.py")
-"""Where a rank is whose main thread waits in a collective."""
 MAX_RANKS_NAMED = 8
 MAX_RANKS_AT_FAULT = 32
 
@@ -252,7 +250,6 @@ def _different(alive: Heartbeats) -> Iterator[str]:
 
 
 def _grouped_by_location(heartbeats: Heartbeats) -> Iterator[str]:
-    """Yield one line for all ranks at the same location."""
     locations: dict[str, list[int]] = {}
     for rank, beat in heartbeats.items():
         locations.setdefault(beat.location, []).append(rank)

@@ -80,7 +80,6 @@ def wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
 
 
 def _first_failure(codes: Sequence[int | None]) -> int | None:
-    """Return the first rank that has failed, if any."""
     fine = (None, ExitCode.DONE, ExitCode.STOPPED)
     return next((rank for rank, code in enumerate(codes) if code not in fine), None)
 

@@ -1,16 +1,4 @@
-"""Settings of a process for its machine: backend, environment of GPUs, determinism, CPUs, host memory, open files.
-
-Host memory of a process that computes on the CPU: freed memory is kept for the tensors of the next step.
-
-Memory that the C library returns to the system is faulted in again page by page ("Switch Memory allocator" in PyTorch's
-performance tuning guide).  Records that torch's flight recorder keeps of every collective fragment the heap, so that
-tensors no longer fit where earlier ones were freed; `TORCH_FR_BUFFER_SIZE=0` turns it off.  GPU memory has torch's own
-allocator.
-
-Binding of a rank to the CPUs next to its GPU: copies to it, and launches of kernels, do not cross the sockets' link.
-
-Only the CPUs that the launcher has left are used, so that a binding of numactl or srun is narrowed and never widened.
-"""
+"""Settings of a process for its machine: backend, environment of GPUs, determinism, CPUs, host memory, open files."""
 
 from __future__ import annotations
 
@@ -141,7 +129,12 @@ MALLOC_OPTIONS = ((-1, -1), (-4, 0), (-8, 1))
 
 
 def keep_freed_memory() -> None:
-    """Make this process keep freed memory; does nothing without glibc."""
+    """Make this process keep freed memory for the tensors of the next step; does nothing without glibc.
+
+    Memory that the C library returns to the system is faulted in again page by page ("Switch Memory allocator" in
+    PyTorch's performance tuning guide).  Records that torch's flight recorder keeps of every collective fragment the
+    heap, so that tensors no longer fit where earlier ones were freed; `TORCH_FR_BUFFER_SIZE=0` turns it off.
+    """
     library = ctypes.CDLL(None)
     if hasattr(library, "gnu_get_libc_version"):
         for option, value in MALLOC_OPTIONS:
@@ -162,6 +155,9 @@ def bind_to_gpu(
 ) -> str:
     """Bind all threads of this process to the CPUs of the NUMA node of a GPU; return in words what was done.
 
+    Copies to the GPU, and launches of kernels, then do not cross the sockets' link.  Only the CPUs that the launcher
+    has left are used, so that a binding of numactl or srun is narrowed and never widened.
+
     Args:
         address: the GPU's on the PCI bus, such as 0000:3b:00.0.
         allowed: CPUs that this process may use.
@@ -173,7 +169,8 @@ def bind_to_gpu(
     near = sorted({*cpus_of(node, sys)} & {*allowed})
     if len(near) < min(MIN_CPUS, len(allowed)):
         return f"not bound: {len(near)} of {len(allowed)} CPUs of this rank are on NUMA node {node} of GPU {address}"
-    for thread in _threads():
+    # Threads that start later inherit the binding.
+    for thread in [int(path.name) for path in TASKS.iterdir()] if TASKS.is_dir() else [0]:
         with contextlib.suppress(ProcessLookupError):  # it has ended
             set_affinity(thread, near)
     return f"{len(near)} of {len(allowed)} CPUs, on NUMA node {node} of GPU {address}"
@@ -204,11 +201,6 @@ def num_threads(num_cpus: int, local_ranks: int) -> int:
     More than `MAX_THREADS` gain nothing, since the operators that run there are short.
     """
     return max(1, min(MAX_THREADS, num_cpus // local_ranks // 2))
-
-
-def _threads() -> list[int]:
-    """Return the threads of this process; those that start later inherit the binding."""
-    return [int(path.name) for path in TASKS.iterdir()] if TASKS.is_dir() else [0]
 
 
 def raise_open_file_limit() -> tuple[int, int]:

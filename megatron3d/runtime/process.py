@@ -19,20 +19,9 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
 from megatron3d.errors import ExitCode, RunFailed, UserError, one_line
-from megatron3d.runtime import machine as gpu_environment
-from megatron3d.runtime import machine as numa
+from megatron3d.runtime import machine
 from megatron3d.runtime.arguments import whole_number
 from megatron3d.runtime.launcher_env import LauncherEnv, SlurmJob, read_launcher_env, read_slurm_job
-from megatron3d.runtime.machine import (
-    CPU_BACKEND,
-    FAKE_BACKEND,
-    backend_of,
-    group_timeout,
-    keep_freed_memory,
-    raise_open_file_limit,
-    set_up_determinism,
-    sum_gemms_in_fp32,
-)
 from megatron3d.runtime.program import exit_code_of, flush
 
 if TYPE_CHECKING:
@@ -90,14 +79,14 @@ def start(
     import torch
 
     env = launcher_env()
-    raise_open_file_limit()
-    settings = set_up_determinism(os.environ, deterministic)
-    sum_gemms_in_fp32()
+    machine.raise_open_file_limit()
+    settings = machine.set_up_determinism(os.environ, deterministic)
+    machine.sum_gemms_in_fp32()
     if not on_cpu and torch.cuda.is_available():  # before the first call that starts CUDA
-        settings |= gpu_environment.set_up(os.environ, timeout_s)
+        settings |= machine.set_up(os.environ, timeout_s)
     device = torch.device("cpu") if on_cpu else _device(env, shares_gpus)
     if device.type == "cpu":
-        keep_freed_memory()
+        machine.keep_freed_memory()
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, num_cores() // env.local_world_size))
@@ -106,7 +95,7 @@ def start(
     if env.world_size == 1:
         yield Runtime(0, 1, env.local_rank, device, settings=settings)
         return
-    backend = CPU_BACKEND if shares_gpus else backend_of(device.type)
+    backend = machine.CPU_BACKEND if shares_gpus else machine.backend_of(device.type)
     with _process_group(env, backend, timeout_s), _watchdog(env, backend, timeout_s) as watchdog:
         yield Runtime(env.rank, env.world_size, env.local_rank, device, watchdog, settings)
 
@@ -128,7 +117,7 @@ def flight_recorder(backend: str) -> Callable[[], bytes]:
     """
     import torch
 
-    name = "_dump_fr_trace" if backend == CPU_BACKEND else "_dump_nccl_trace"
+    name = "_dump_fr_trace" if backend == machine.CPU_BACKEND else "_dump_nccl_trace"
     dump: Callable[..., bytes] | None = getattr(torch._C._distributed_c10d, name, None)
     return bytes if dump is None else lambda: dump(includeStackTraces=False)
 
@@ -187,13 +176,6 @@ def _device(env: LauncherEnv, shares_gpus: bool = False) -> torch.device:
     return device
 
 
-def has_gpu() -> bool:
-    """Return whether torch sees a GPU."""
-    import torch
-
-    return torch.cuda.is_available()
-
-
 def num_gpus() -> int:
     """Return the number of GPUs that torch sees."""
     import torch
@@ -208,9 +190,9 @@ def _use_cpus_next_to(device: torch.device, env: LauncherEnv) -> dict[str, str]:
     cores = num_cores()
     gpu = torch.cuda.get_device_properties(device)
     address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"  # type: ignore[attr-defined]
-    bound = numa.bind_to_gpu(address, os.sched_getaffinity(0))
+    bound = machine.bind_to_gpu(address, os.sched_getaffinity(0))
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(numa.num_threads(cores, env.local_world_size))
+        torch.set_num_threads(machine.num_threads(cores, env.local_world_size))
     return {"CPUs of rank 0": bound, "threads of CPU operators": str(torch.get_num_threads())}
 
 
@@ -227,13 +209,13 @@ def _process_group(env: LauncherEnv, backend: str, timeout_s: float) -> Iterator
     # create every group, also those of other ranks' links.
     _require_address(env, timeout_s)
     attempt = _attempt()
-    has_server = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_server = env.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
         store = dist.TCPStore(  # type: ignore[attr-defined]
             env.address,
             env.port,
             env.world_size,
-            is_master=env.rank == 0 and not has_server,
+            is_master=is_server,
             timeout=timedelta(seconds=timeout_s),
             multi_tenant=True,
         )
@@ -243,7 +225,7 @@ def _process_group(env: LauncherEnv, backend: str, timeout_s: float) -> Iterator
             store=dist.PrefixStore(f"attempt {attempt}", store),  # type: ignore[attr-defined]
             rank=env.rank,
             world_size=env.world_size,
-            timeout=group_timeout(timeout_s),
+            timeout=machine.group_timeout(timeout_s),
         )
     except dist.DistError as error:
         reason = str(error).splitlines()[0]
@@ -251,7 +233,6 @@ def _process_group(env: LauncherEnv, backend: str, timeout_s: float) -> Iterator
             f"rank {env.rank} of {env.world_size}: rendezvous at {env.address}:{env.port} failed within "
             f"{timeout_s:.0f} s ({reason}): check that all were started and that the port is free and reachable"
         ) from error
-    is_server = env.rank == 0 and not has_server
     try:
         yield
     except (RunFailed, UserError):  # which all ranks raise, the last one when it has read the others' problems
@@ -297,7 +278,7 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group(FAKE_BACKEND, store=FakeStore(), rank=rank, world_size=world_size)
+    dist.init_process_group(machine.FAKE_BACKEND, store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield
     finally:
@@ -335,15 +316,15 @@ def _lost_rank(error: Exception) -> str | None:
     return f"ends, since another rank has ended: {one_line(what)}"
 
 
-def _print_errors(messages: Sequence[str], grace_s: float = 1.0) -> None:
-    """Print on rank 0 immediately, on the others after `grace_s`, within which a launcher stops them if rank 0 ended.
+def _print_errors(messages: Sequence[str]) -> None:
+    """Print on rank 0 immediately, on the others a second later, within which a launcher stops them if rank 0 ended.
 
     A message of all ranks is printed once that way, and a message of a single rank is not lost.
     """
     env = _env_or_default()
     if env.rank > 0:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(grace_s)
+        time.sleep(1.0)
     prefix = f"[rank {env.rank}] " if env.rank > 0 else ""
     for message in messages:
         print(prefix + message, file=sys.stderr, flush=True)

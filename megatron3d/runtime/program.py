@@ -1,8 +1,7 @@
 """Console, entry point and end of a program: escaped output, messages and exit codes in place of tracebacks.
 
-Console of a program: everything that is printed passes here, escaped, and a closed or full output is no traceback.
-
-Progress bars move the cursor and are written to the stream below (`below`).
+Everything that is printed passes `ConsoleStream`.  It is ours since rich escapes only what rich prints: here what
+other libraries print is escaped too, and a closed or full output is no traceback.
 """
 
 from __future__ import annotations
@@ -17,22 +16,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO, cast
 
+from rich import progress
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 
 from megatron3d.errors import ExitCode, RunFailed, UserError, escaped, is_machine_fault, one_line, shortened
 
@@ -202,40 +192,27 @@ def run_tool(
     return exit_code_of(run, tell, "stopped; nothing was written")
 
 
-# rich would write what is printed while a bar is drawn to the terminal itself, not escaped.
-_ON_TERMINAL: Mapping[str, Any] = {"redirect_stdout": False, "redirect_stderr": False}
-
-
-def byte_progress(*more: str) -> Progress:
+def byte_progress(*more: str) -> progress.Progress:
     """Return a bar of bytes with speed, time left and further columns; on standard error, drawn only on a terminal."""
-    return Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        *map(TextColumn, more),
-        TimeRemainingColumn(),
-        **_ON_TERMINAL,
-        console=_terminal(),
-    )
+    size = progress.BarColumn(), progress.DownloadColumn(), progress.TransferSpeedColumn()
+    return _progress(_description(), *size, *map(progress.TextColumn, more), progress.TimeRemainingColumn())
 
 
-def spinner(description: str) -> Progress:
+def spinner(description: str) -> progress.Progress:
     """Return a spinner with the time spent, for work of unknown length."""
-    progress = Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}", markup=False),
-        TimeElapsedColumn(),
-        **_ON_TERMINAL,
-        console=_terminal(),
-    )
-    progress.add_task(one_line(description), total=None)
-    return progress
+    shown = _progress(progress.SpinnerColumn(), _description(), progress.TimeElapsedColumn())
+    shown.add_task(one_line(description), total=None)
+    return shown
 
 
-def _terminal() -> Console:
-    """Return a console for output that moves the cursor, on standard error."""
-    return Console(file=below(sys.stderr))
+def _description() -> progress.TextColumn:
+    return progress.TextColumn("{task.description}", markup=False)
+
+
+def _progress(*columns: progress.ProgressColumn) -> progress.Progress:
+    # By default rich would write what is printed while a bar is drawn to the terminal itself, not escaped.
+    console = Console(file=below(sys.stderr))
+    return progress.Progress(*columns, redirect_stdout=False, redirect_stderr=False, console=console)
 
 
 class StopSignal:

@@ -31,7 +31,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -302,7 +302,9 @@ class Watchdog:
         """Diagnose and print on the first rank that gets here; the others wait until it has printed."""
         try:
             if self._store.claim(REPORTER):
-                _print([reason, *diagnose(*self._two_readings()), *self._traces()])
+                before = self._reading()
+                time.sleep(3 * self._interval_s)
+                _print([reason, *diagnose(before, self._reading()), *self._traces()])
                 self._store.set(REPORTED, "yes")
                 time.sleep(self._interval_s)  # the store ends with rank 0
                 return
@@ -321,11 +323,6 @@ class Watchdog:
     def _blame_store(self, reason: str, problem: str) -> None:
         keeper = "rank 0's process, which keeps the heartbeats,"
         _print([f"rank {self._rank}: {reason}, and {keeper} {problem}"])
-
-    def _two_readings(self) -> Sequence[Mapping[int, Heartbeat | None]]:
-        first = self._reading()
-        time.sleep(3 * self._interval_s)
-        return first, self._reading()
 
     def _reading(self) -> dict[int, Heartbeat | None]:
         texts = {rank: self._store.get(str(rank)) for rank in range(self._world_size)}
