@@ -76,12 +76,12 @@ class Arguments:
     elsewhere: bool = False
 
 
-def parse_args(argv: Sequence[str], program: str = "pretrain_gpt.py") -> Arguments:
+def parse_args(argv: Sequence[str]) -> Arguments:
     """Parse `--config FILE [--check | --dry-run] [--world-size N] [section.key=value ...]`, in any order.
 
     Exits with code 2 on anything else.
     """
-    parser = ConfigParser(program, "Pretrain a GPT in any parallel layout.")
+    parser = ConfigParser("pretrain_gpt.py", "Pretrain a GPT in any parallel layout.")
     parser.add_argument(
         "--config", type=Path, required=True, metavar="FILE", help="a YAML file, such as those in configs/"
     )
@@ -89,12 +89,7 @@ def parse_args(argv: Sequence[str], program: str = "pretrain_gpt.py") -> Argumen
     parser.add_argument(
         "--dry-run", action="store_true", help="simulate one training step without tensor values and stop"
     )
-    parser.add_argument(
-        "--world-size",
-        type=whole(1, MAX_RANKS),
-        metavar="N",
-        help="check or dry-run for N processes",
-    )
+    parser.add_argument("--world-size", type=whole(1, MAX_RANKS), metavar="N", help="check or dry-run for N processes")
     parser.add_argument(
         "--elsewhere",
         action="store_true",
@@ -114,21 +109,17 @@ def parse_args(argv: Sequence[str], program: str = "pretrain_gpt.py") -> Argumen
     )
     parser.add_overrides("values that replace those in the file")
     typed = parser.parse_args(argv)
-    if typed.world_size and not (typed.check or typed.dry_run):
-        parser.error(
-            "--world-size needs --check or --dry-run; a launcher (torchrun, srun) sets the number of processes"
-        )
-    if typed.check and typed.dry_run:
-        parser.error("--check and --dry-run exclude each other; a dry run checks first")
-    if typed.elsewhere and not typed.check:
-        parser.error("--elsewhere needs --check; a dry run reads no corpus and no checkpoint")
-    if typed.ranks != PIPELINE and not typed.dry_run:
-        parser.error("--ranks needs --dry-run")
-    if typed.picture and not typed.dry_run:
-        parser.error("--picture needs --dry-run")
-    overrides = tuple(typed.overrides)
-    named = {name: value for name, value in vars(typed).items() if name not in ("config", "overrides")}
-    return Arguments(typed.config, overrides, **named)
+    is_trial, launcher = typed.check or typed.dry_run, "a launcher (torchrun, srun) sets the number of processes"
+    for problem, is_wrong in {
+        f"--world-size needs --check or --dry-run; {launcher}": typed.world_size and not is_trial,
+        "--check and --dry-run exclude each other; a dry run checks first": typed.check and typed.dry_run,
+        "--elsewhere needs --check; a dry run reads no corpus and no checkpoint": typed.elsewhere and not typed.check,
+        "--ranks needs --dry-run": typed.ranks != PIPELINE and not typed.dry_run,
+        "--picture needs --dry-run": typed.picture and not typed.dry_run,
+    }.items():
+        if is_wrong:
+            parser.error(problem)
+    return Arguments(**{**vars(typed), "overrides": tuple(typed.overrides)})
 
 
 def resolve(config: Path, overrides: Sequence[str], world_size: int, elsewhere: bool = False) -> Resolved:

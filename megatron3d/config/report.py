@@ -97,13 +97,8 @@ def describe_pipeline(spec: RunSpec) -> str:
 
 def join_runs(counts: Sequence[int]) -> str:
     """Return counts as `3+3+2`, or as `15x3+2` where more than four in a row are equal."""
-
-    def parts() -> Iterator[str]:
-        for count, group in groupby(counts):
-            times = len(list(group))
-            yield from [f"{times}x{count}"] if times > 4 else [str(count)] * times
-
-    return "+".join(parts())
+    runs = [list(group) for _, group in groupby(counts)]
+    return "+".join(f"{len(run)}x{run[0]}" if len(run) > 4 else "+".join(map(str, run)) for run in runs)
 
 
 def expected_bubble(pipeline: Pipeline, arch: Architecture) -> float:

@@ -36,8 +36,7 @@ def checkpoint_problems(facts: Facts) -> Iterator[str]:
     if short and long and short % long == 0:
         yield (
             f"{facts.named('checkpoint.non_persistent_save_interval')}: all of these checkpoints would be permanent, "
-            "since "
-            f"checkpoint.save_interval={long} divides it; use a smaller one, or leave it out"
+            f"since checkpoint.save_interval={long} divides it; use a smaller one, or leave it out"
         )
     yield from _rollback_problems(facts)
     retain = checkpoint.save_retain_interval
@@ -121,10 +120,8 @@ def _profile_problems(facts: Facts) -> Iterator[str]:
             f"{logging.profile_step_start} and stops before this one; use {logging.profile_step_start + 1} or more"
         )
     if absent := [rank for rank in logging.profile_ranks if rank >= world]:
-        yield (
-            f"{facts.named('logging.profile_ranks')}: rank {absent[0]} is not one of the {world} ranks; "
-            f"use 0 to {world - 1}"
-        )
+        use = f"0 to {world - 1}"
+        yield f"{facts.named('logging.profile_ranks')}: rank {absent[0]} is not one of the {world} ranks; use {use}"
 
 
 PATH_KEYS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
@@ -160,10 +157,8 @@ def _stream_problems(facts: Facts) -> Iterator[str]:
     given = {key: value for key in PATH_KEYS if (value := getattr(data, key)) is not None}
     for key, value in given.items():
         if isinstance(value, tuple) and any(str(word).startswith(HF_PREFIX) for word in value):
-            yield (
-                f"{facts.named(f'data.{key}')}: a streamed dataset cannot be blended; "
-                "name it alone, or make token files of it"
-            )
+            remedy = "name it alone, or make token files of it"
+            yield f"{facts.named(f'data.{key}')}: a streamed dataset cannot be blended; {remedy}"
     if isinstance(data.data_path, str) and data.data_path.startswith(HF_PREFIX):
         where = facts.named("data.data_path")
         yield f"{where}: a streamed dataset cannot be split; use data.train_data_path and data.valid_data_path"
@@ -184,10 +179,8 @@ def _split_problems(facts: Facts) -> Iterator[str]:
     if not train:
         yield f"{facts.named('data.split')}: nothing is left to train on; use for example 969,30,1"
     if config.train.eval_interval and not valid:
-        yield (
-            f"{facts.named('data.split')}: no validation split for {plain(config, 'train.eval_interval')}; "
-            "use for example 90,10,0, or eval_interval null"
-        )
+        use = "for example 90,10,0, or eval_interval null"
+        yield f"{facts.named('data.split')}: no validation split for {plain(config, 'train.eval_interval')}; use {use}"
 
 
 def _path_problems(facts: Facts) -> Iterator[str]:
@@ -198,10 +191,8 @@ def _path_problems(facts: Facts) -> Iterator[str]:
         yield f"{facts.named('data.split')}: not used with data.train_data_path; leave it out"
     if config.train.eval_interval and config.data.valid_data_path is None:
         where = facts.named("data.train_data_path")
-        yield (
-            f"{where}: no validation data for {plain(config, 'train.eval_interval')}; "
-            "add data.valid_data_path, or use eval_interval null"
-        )
+        remedy = "add data.valid_data_path, or use eval_interval null"
+        yield f"{where}: no validation data for {plain(config, 'train.eval_interval')}; {remedy}"
 
 
 TRACKER = "latest_checkpointed_iteration.txt"

@@ -17,6 +17,7 @@ from megatron3d.attention.context.plan import BOTH, CONTEXT_EXCHANGES, DOCUMENTS
 from megatron3d.config.read import one_of
 from megatron3d.config.validate.facts import Facts, describe_mode, near_divisors, near_multiples, plain, unreadable
 from megatron3d.config.yaml_origins import show
+from megatron3d.data.ramp_plan import Ramp
 from megatron3d.errors import UserError
 from megatron3d.linear.overlap_plan import async_plan
 from megatron3d.model.option_table import MAX_LAYERS
@@ -49,40 +50,34 @@ def ramp_problems(facts: Facts) -> Iterator[str]:
         elif way < 0:
             yield f"{facts.named(key)}: starts above {end}; use a start of 1 to {ramp.end}"
         elif way % ramp.increment:
-            yield (
-                f"{facts.named(key)}: from {ramp.start} in steps of {ramp.increment} it does not reach {end}; "
-                f"use steps of {one_of(near_divisors(way, ramp.increment))}"
-            )
+            where, use = facts.named(key), f"steps of {one_of(near_divisors(way, ramp.increment))}"
+            yield f"{where}: from {ramp.start} in steps of {ramp.increment} it does not reach {end}; use {use}"
 
 
 def ramp_batch_problems(facts: Facts, step: int) -> Iterator[str]:
     """Yield a message if a batch size on the ramp is not a multiple of `step` sequences, a microbatch per data rank."""
     train = facts.config.train
-    if train.rampup_batch_size is None or train.global_batch_size % step:
-        return
-    start, increment, samples = train.rampup_batch_size
-    if start % step or increment % step:
-        first = min(max(start // step, 1) * step, train.global_batch_size)
-        yield (
-            f"{facts.named(BATCH)}: start and increment must be multiples of micro_batch_size {train.micro_batch_size} "
-            f"x data parallel {step // train.micro_batch_size} = {step}; use for example [{first},{step},{samples}]"
-        )
+    if train.rampup_batch_size is not None and train.global_batch_size % step == 0:
+        rows = train.micro_batch_size
+        rule = f"micro_batch_size {rows} x data parallel {step // rows} = {step}"
+        yield from _uneven_steps(facts, BATCH, facts.spec.batches.size, step, rule)
 
 
 def ramp_length_problems(facts: Facts, step: int) -> Iterator[str]:
     """Yield a message if, for a length on the ramp, the tokens of a microbatch are not a multiple of `step`."""
-    train = facts.config.train
-    if train.seq_length_warmup is None or (train.micro_batch_size * facts.config.model.seq_length) % step:
-        return
-    start, increment, samples = train.seq_length_warmup
-    least = step // math.gcd(step, train.micro_batch_size)
-    if start % least or increment % least:
-        first = min(max(start // least, 1) * least, facts.config.model.seq_length)
-        yield (
-            f"{facts.named(LENGTH)}: start and increment must be multiples of {least}, so that micro_batch_size "
-            f"{train.micro_batch_size} x length is a multiple of the {step} ranks that split tokens; use for example "
-            f"[{first},{least},{samples}]"
-        )
+    train, rows = facts.config.train, facts.config.train.micro_batch_size
+    if train.seq_length_warmup is not None and rows * facts.config.model.seq_length % step == 0:
+        least = step // math.gcd(step, rows)
+        why = f"so that micro_batch_size {rows} x length is a multiple of the {step} ranks that split tokens"
+        yield from _uneven_steps(facts, LENGTH, facts.spec.batches.length, least, f"{least}, {why}")
+
+
+def _uneven_steps(facts: Facts, key: str, ramp: Ramp, step: int, rule: str) -> Iterator[str]:
+    """Yield a message if start and increment of a ramp are not multiples of `step`, which `rule` explains."""
+    if ramp.start % step or ramp.increment % step:
+        first = min(max(ramp.start // step, 1) * step, ramp.end)
+        use = f"for example [{first},{step},{ramp.num_samples}]"
+        yield f"{facts.named(key)}: start and increment must be multiples of {rule}; use {use}"
 
 
 SIZE = "parallel.context_parallel_size"
@@ -116,13 +111,9 @@ def context_problems(facts: Facts) -> Iterator[str]:
             "context_parallel_size"
         )
         return
-    warmup = facts.config.train.seq_length_warmup
-    if warmup is not None and (warmup[0] % step or warmup[1] % step):
-        first = min(max(warmup[0] // step, 1) * step, model.seq_length)
-        yield (
-            f"{facts.named(LENGTH)}: start and increment must be multiples of {step}, two chunks of a sequence for "
-            f"each of the {size} context ranks; use for example [{first},{step},{warmup[2]}]"
-        )
+    if facts.config.train.seq_length_warmup is not None:
+        rule = f"{step}, two chunks of a sequence for each of the {size} context ranks"
+        yield from _uneven_steps(facts, LENGTH, facts.spec.batches.length, step, rule)
 
 
 def hierarchy_problems(facts: Facts) -> Iterator[str]:
@@ -135,13 +126,11 @@ def hierarchy_problems(facts: Facts) -> Iterator[str]:
         return
     divisors = [inner for inner in range(2, size) if size % inner == 0]
     example = f"[{divisors[0]},{size // divisors[0]}]" if divisors else None
-    remedy = (
-        f"use for example {example}" if example else f"use a context_parallel_size such as 4, or cp_comm_type {ANY}"
-    )
+    use = f"for example {example}" if example else f"a context_parallel_size such as 4, or cp_comm_type {ANY}"
     if sizes is None:
-        yield f"{facts.named(EXCHANGE)}: needs {SIZES}, the ranks of a2a and of p2p; {remedy}"
+        yield f"{facts.named(EXCHANGE)}: needs {SIZES}, the ranks of a2a and of p2p; use {use}"
     elif sizes[0] * sizes[1] != size or 1 in sizes:
-        yield (f"{facts.named(SIZES)}: must be two sizes above 1 whose product is {SIZE}={size}; {remedy}")
+        yield f"{facts.named(SIZES)}: must be two sizes above 1 whose product is {SIZE}={size}; use {use}"
 
 
 def exchange_problems(facts: Facts) -> Iterator[str]:
@@ -150,10 +139,8 @@ def exchange_problems(facts: Facts) -> Iterator[str]:
     if not mode.context or mode.exchange == ANY:
         return
     mesh = Mesh(mode.axes)
-    heads, ranks = (
-        arch.num_attention_heads // mesh.size(mode.inner[1]),
-        mesh.size(head_axes(mode.exchange, mode.context)),
-    )
+    heads = arch.num_attention_heads // mesh.size(mode.inner[1])
+    ranks = mesh.size(head_axes(mode.exchange, mode.context))
     if heads % ranks:
         yield (
             f"{facts.named(EXCHANGE)}: {heads} query heads on each rank, of model.num_attention_heads="
@@ -184,17 +171,13 @@ def form_problems(facts: Facts) -> Iterator[str]:
     if len(shape) != len(entry.axis_names):
         example = show(entry.default_shape(math.prod(shape)))
         axes = ", ".join(entry.axis_names)
-        yield (
-            f"{where}: mode {name} has {len(entry.axis_names)} axes ({axes}), not {len(shape)}; "
-            f"use for example {example}"
-        )
+        use = f"for example {example}"
+        yield f"{where}: mode {name} has {len(entry.axis_names)} axes ({axes}), not {len(shape)}; use {use}"
     elif size is not None and math.prod(shape) != size:
         product = f"{' x '.join(map(str, shape))} = {math.prod(shape)}"
         example = show(entry.default_shape(size))
-        yield (
-            f"{where}: {product} is not parallel.tensor_model_parallel_size={size}; "
-            f"use {example}, or tensor_model_parallel_size {math.prod(shape)} or none"
-        )
+        use = f"{example}, or tensor_model_parallel_size {math.prod(shape)} or none"
+        yield f"{where}: {product} is not parallel.tensor_model_parallel_size={size}; use {use}"
 
 
 @dataclass(frozen=True)
@@ -245,10 +228,8 @@ def feature_problems(facts: Facts, mode: Mode) -> Iterator[str]:
             size, names = _size(mode, axes), "*".join(axes)
             lead = "" if given else "a parallel.tensor_parallel_shape with "
             lead += "" if given and len(axes) == 1 else f"{names} = "
-            yield (
-                f"{facts.named(facts.shape_key)}: {names} = {size} does not divide {dimension.label}; "
-                f"use {lead}{one_of(near_divisors(dimension.size, size))}"
-            )
+            use = f"{lead}{one_of(near_divisors(dimension.size, size))}"
+            yield f"{facts.named(facts.shape_key)}: {names} = {size} does not divide {dimension.label}; use {use}"
 
 
 def token_problems(facts: Facts, mode: Mode) -> Iterator[str]:
@@ -257,10 +238,8 @@ def token_problems(facts: Facts, mode: Mode) -> Iterator[str]:
     how = f"over which {describe_mode(facts.spec)} splits"
     step, axes = _common_step(mode, (mode.sequence_axes,))
     if rows % step:
-        yield (
-            f"{facts.named('train.micro_batch_size')}: not a multiple of {axes}, {how} whole sequences; "
-            f"use {one_of(near_multiples(step, rows))}"
-        )
+        use = one_of(near_multiples(step, rows))
+        yield f"{facts.named('train.micro_batch_size')}: not a multiple of {axes}, {how} whole sequences; use {use}"
     plans = (mode.expand, mode.contract, mode.embed)
     splits = tuple(part for plan in plans for part in (plan.x_layout[0], plan.y_layout[0]))
     step, axes = _common_step(mode, (*splits, mode.home) if facts.arch.experts else splits)
@@ -361,10 +340,8 @@ def pipeline_problems(facts: Facts) -> Iterator[str]:
     entry = SCHEDULES[name]
     if virtual is not None and not entry.supports(virtual):
         takes = f"{entry.min_virtual}{' or more' if entry.max_virtual is None else ''}"
-        yield (
-            f"{facts.named(VIRTUAL)}: {plain(facts.config, SCHEDULE)} takes {takes} on each rank; use "
-            f"{entry.min_virtual}, or pipeline_schedule {one_of(schedules_with(virtual))}"
-        )
+        use = f"{entry.min_virtual}, or pipeline_schedule {one_of(schedules_with(virtual))}"
+        yield f"{facts.named(VIRTUAL)}: {plain(facts.config, SCHEDULE)} takes {takes} on each rank; use {use}"
         return
     layout = parallel.pipeline_model_parallel_layout
     num_stages = parallel.pipeline_model_parallel_size * facts.spec.num_virtual_stages
@@ -455,10 +432,8 @@ def file_problems(facts: Facts) -> Iterator[str]:
     if parallel.pipeline_model_parallel_layout is not None:
         yield from layout_problems(facts, stages)
     elif len(stages) > layers:
-        yield (
-            f"{where}: has {len(stages)} stages, more than model.num_layers={layers}; use num_layers {len(stages)} or "
-            f"more, or a file of at most {layers} stages"
-        )
+        use = f"num_layers {len(stages)} or more, or a file of at most {layers} stages"
+        yield f"{where}: has {len(stages)} stages, more than model.num_layers={layers}; use {use}"
 
 
 def _microbatch_problems(facts: Facts, microbatches: int) -> Iterator[str]:

@@ -64,10 +64,8 @@ def _channel_problems(facts: Facts) -> Iterator[str]:
     channels = int(size * percent)
     if percent < 1 and (channels % 2 or not channels):
         values = [f"{count / size:g}" for count in near_multiples(2, channels) if count <= size]
-        yield (
-            f"{facts.named('model.rotary_percent')}: RoPE rotates pairs of channels, but {percent:g} of a head's "
-            f"{size} are {channels}; use {one_of(values or ['1'])}"
-        )
+        where, use = facts.named("model.rotary_percent"), one_of(values or ["1"])
+        yield f"{where}: RoPE rotates pairs of channels, but {percent:g} of a head's {size} are {channels}; use {use}"
 
 
 def _pattern_problems(facts: Facts) -> Iterator[str]:
@@ -117,17 +115,11 @@ def _scaling_problems(facts: Facts) -> Iterator[str]:
 def _order_problems(facts: Facts) -> Iterator[str]:
     """Yield a message if the rotations below which a rate is scaled are not fewer than those above which it is kept."""
     scaling = facts.arch.rotary_scaling
-    for key, few, many in (
-        (
-            ("rotary_low_freq_factor", scaling.low_freq_factor, scaling.high_freq_factor),
-            ("rotary_beta_slow", scaling.beta_slow, scaling.beta_fast),
-        )
-        if scaling
-        else ()
-    ):
+    bounds = (("rotary_low_freq_factor", "rotary_high_freq_factor"), ("rotary_beta_slow", "rotary_beta_fast"))
+    for key, other in bounds if scaling else ():
+        few, many = (getattr(scaling, name.removeprefix("rotary_")) for name in (key, other))
         # YaRN's range of pairs is never empty: where both bounds are equal, as in Kimi K2, it is one pair or two.
-        if few is not None and many is not None and (few > many or (few == many and key != "rotary_beta_slow")):
-            other = {"rotary_low_freq_factor": "rotary_high_freq_factor", "rotary_beta_slow": "rotary_beta_fast"}[key]
+        if None not in (few, many) and (few > many or (few == many and other != "rotary_beta_fast")):
             yield f"{facts.named(f'model.{key}')}: {few:g} is not below {other} {many:g}; use {many / 4:g}"
 
 
@@ -260,7 +252,6 @@ def expert_problems(facts: Facts) -> Iterator[str]:
 
 
 def _balance_problems(facts: Facts) -> Iterator[str]:
-    """Yield the problems of balance losses and their factors."""
     model = facts.config.model
     losses, coeffs = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff
     if losses == "none":
@@ -277,7 +268,6 @@ def _balance_problems(facts: Facts) -> Iterator[str]:
 
 
 def _group_problems(facts: Facts) -> Iterator[str]:
-    """Yield the problems of groups of experts."""
     experts = facts.arch.experts
     assert experts is not None, "called with experts only"
     groups, kept = experts.num_groups, experts.group_topk

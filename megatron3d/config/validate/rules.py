@@ -57,14 +57,11 @@ def _apex_problems(facts: Facts) -> Iterator[str]:
         yield f"{where}: its kernel computes in fp32, less precise than {plain(config, 'train.precision')}; use torch"
     for key in ("exp_avg_dtype", "exp_avg_sq_dtype"):
         if getattr(optimizer, key) not in (None, "fp32"):
-            yield (
-                f"{where}: its kernel does not support {plain(config, f'optimizer.{key}')}; "
-                f"use torch, or leave {key} out"
-            )
+            use = f"torch, or leave {key} out"
+            yield f"{where}: its kernel does not support {plain(config, f'optimizer.{key}')}; use {use}"
 
 
 def _process_problems(facts: Facts) -> Iterator[str]:
-    """Yield problems of deterministic kernels and of manual garbage collection."""
     train, optimizer = facts.config.train, facts.config.optimizer
     chosen = {"train.norm_implementation": train.norm_implementation}
     chosen["optimizer.adam_implementation"] = optimizer.adam_implementation
@@ -130,21 +127,16 @@ def model_problems(facts: Facts) -> Iterator[str]:
     model, arch = facts.config.model, facts.arch
     heads = model.num_attention_heads
     if _heads_unknown(facts.config):
-        yield (
-            f"{facts.named('model.num_attention_heads')}: {heads} does not divide model.hidden_size={model.hidden_size}"
-            f"; use {one_of(near_divisors(model.hidden_size, heads))}, or set model.kv_channels"
-        )
+        where = facts.named("model.num_attention_heads")
+        use = f"{one_of(near_divisors(model.hidden_size, heads))}, or set model.kv_channels"
+        yield f"{where}: {heads} does not divide model.hidden_size={model.hidden_size}; use {use}"
     elif arch.position_embedding_type == "rope" and arch.kv_channels % 2 and not arch.is_latent:
         key = "model.num_attention_heads" if model.kv_channels is None else "model.kv_channels"
-        yield (
-            f"{facts.named(key)}: RoPE rotates pairs of channels, but a head has {arch.kv_channels}; "
-            f"use model.kv_channels {one_of(near_multiples(2, arch.kv_channels))}"
-        )
+        use = f"model.kv_channels {one_of(near_multiples(2, arch.kv_channels))}"
+        yield f"{facts.named(key)}: RoPE rotates pairs of channels, but a head has {arch.kv_channels}; use {use}"
     if heads % arch.num_query_groups:
-        yield (
-            f"{facts.named('model.num_query_groups')}: {arch.num_query_groups} does not divide "
-            f"model.num_attention_heads={heads}; use {one_of(near_divisors(heads, arch.num_query_groups))}"
-        )
+        where, use = facts.named("model.num_query_groups"), one_of(near_divisors(heads, arch.num_query_groups))
+        yield f"{where}: {arch.num_query_groups} does not divide model.num_attention_heads={heads}; use {use}"
     if model.qk_layernorm_scope != "head" and not model.qk_layernorm:
         yield f"{facts.named('model.qk_layernorm_scope')}: not used without model.qk_layernorm=true; leave it out"
     if model.apply_layernorm_1p and not arch.num_norm_tensors:
@@ -153,10 +145,8 @@ def model_problems(facts: Facts) -> Iterator[str]:
             "leave it out, or use LayerNorm"
         )
     if arch.max_position_embeddings < model.seq_length:
-        yield (
-            f"{facts.named('model.max_position_embeddings')}: less than model.seq_length={model.seq_length}; "
-            f"use {model.seq_length} or more, or leave it out"
-        )
+        where, use = facts.named("model.max_position_embeddings"), f"{model.seq_length} or more, or leave it out"
+        yield f"{where}: less than model.seq_length={model.seq_length}; use {use}"
     if facts.vocab_size and model.vocab_size:
         problem = vocabulary_problem(facts.named("model.vocab_size"), model.vocab_size, facts.vocab_size)
         yield from [problem] if problem else []
@@ -228,17 +218,13 @@ def batch_problems(facts: Facts) -> Iterator[str]:
             "parallel.pipeline_model_parallel_size": sizes.pipeline,
         }
         other = one_of(key for key, factor in factors.items() if factor > 1)
-        yield (
-            f"world_size {sizes.world_size}: {sizes.mismatch} {made}; use {size} processes (--world-size), or another "
-            f"{other}"
-        )
+        use = f"{size} processes (--world-size), or another {other}"
+        yield f"world_size {sizes.world_size}: {sizes.mismatch} {made}; use {use}"
         return
     data, instances = sizes.data, sizes.replicas
     if data % instances:
-        yield (
-            f"{facts.named('parallel.num_distributed_optimizer_instances')}: {instances} does not divide the data "
-            f"parallel size {data}; use {one_of(near_divisors(data, instances))}"
-        )
+        where, use = facts.named("parallel.num_distributed_optimizer_instances"), one_of(near_divisors(data, instances))
+        yield f"{where}: {instances} does not divide the data parallel size {data}; use {use}"
     step, batch = config.train.micro_batch_size * data, config.train.global_batch_size
     if batch % step:
         yield (
