@@ -42,7 +42,7 @@ from megatron3d.runtime.files import absent, remove
 from megatron3d.runtime.process import Runtime
 from megatron3d.runtime.program import StartupPhases
 from megatron3d.train.checkpointing import LoadOptions, SourceFormat, load_newest, load_state, source_of
-from megatron3d.train.monitor.profiling import check_memory_history, profile_folder, trace_folder
+from megatron3d.train.monitor.profiling import PROFILES, TRACES, check_memory_history
 from megatron3d.train.monitor.reports import check_built, describe_connections, startup_report
 from megatron3d.train.run import Run
 from megatron3d.train.state import TrainState, build_state, connect
@@ -50,8 +50,6 @@ from megatron3d.train.state import TrainState, build_state, connect
 # Sequences whose documents stand for those of all, in predictions of a run.
 TYPICAL_SEQUENCES = 16
 HUGGING_FACE = SourceFormat(read_hub_index, HubFile, is_foreign=True)
-
-
 # Most blocks of a file without a manifest that are read before the first step, of a million tokens each.
 MAX_BLOCKS = 1024
 
@@ -219,7 +217,8 @@ def resume(state: TrainState, identity: dict[str, JsonValue], comm: Comm, saver:
         load = config.checkpoint.save
     folder, damaged = load_newest(Path(load), state, identity, options) if continues else (None, [])
     if not continues:
-        folder, is_hub = on_rank_0(comm, lambda: find_weights(Path(load)))
+        is_hub = on_rank_0(comm, lambda: is_hub_folder(Path(load)))
+        folder = Path(load) if is_hub else on_rank_0(comm, lambda: resolve(Path(load)))
         options = replace(options, source=HUGGING_FACE) if is_hub else options
         load_state(folder, state, identity, options)
     if folder is None:
@@ -234,11 +233,6 @@ def resume(state: TrainState, identity: dict[str, JsonValue], comm: Comm, saver:
         model = meta_of(folder, options.source.read_index(folder)).model if folder else {}
         for name, saved, own in changed_fields(model, state.model.arch) if folder else ():
             print(f"> model.{name}: {saved} in the checkpoint, {own} in this run", flush=True)
-
-
-def find_weights(load: Path) -> tuple[Path, bool]:
-    """Return a checkpoint of a run and False, or a Hugging Face folder and True; raises UserError for other folders."""
-    return (load, True) if is_hub_folder(load) else (resolve(load), False)
 
 
 def check_nothing_lost(root: Path, damaged: Sequence[tuple[Path, str]]) -> None:
@@ -295,8 +289,8 @@ def open_outputs(resolved: Resolved, comm: Comm, state: TrainState) -> tuple[Fol
         make_folder("checkpoint.save", config.checkpoint.save)
         if save is not None:
             locks.append(FolderLock(save))
-        make_folder("checkpoint.save", str(trace_folder(save)) if save and config.logging.trace_iterations else None)
-        make_folder("checkpoint.save", str(profile_folder(save)) if save and config.logging.profile else None)
+        make_folder("checkpoint.save", str(save / TRACES) if save and config.logging.trace_iterations else None)
+        make_folder("checkpoint.save", str(save / PROFILES) if save and config.logging.profile else None)
         opened.append(MetricsWriter(save, config, state.iteration))
         if save is not None:
             write_resolved(resolved, save / "config.yaml", state.model.arch.vocab_size)

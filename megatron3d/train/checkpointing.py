@@ -12,32 +12,17 @@ from pydantic import JsonValue
 from torch import Tensor
 
 from megatron3d import __version__
-from megatron3d.checkpoint import store
+from megatron3d.checkpoint import read, store
 from megatron3d.checkpoint.async_saver import PieceSource
 from megatron3d.checkpoint.index import Meta, meta_of
 from megatron3d.checkpoint.pieces import param_pieces, ranges_to_write
 from megatron3d.checkpoint.publish import candidates
-from megatron3d.checkpoint.read import (
-    BoxFile,
-    BoxSource,
-    OpenFile,
-    load_on_all_ranks,
-    raise_if_damaged,
-    read_index_on_all_ranks,
-)
 from megatron3d.checkpoint.store import first_intact
 from megatron3d.comm.objects import on_rank_0, run_on_all_ranks
 from megatron3d.config.schema import Config
 from megatron3d.errors import UserError
 from megatron3d.model.router_state import is_first
-from megatron3d.model.spec import (
-    EXPERT_BIAS,
-    LOAD,
-    architecture_record,
-    changed_fields,
-    is_longer_table,
-    may_change,
-)
+from megatron3d.model.spec import EXPERT_BIAS, LOAD, architecture_record, changed_fields, is_longer_table, may_change
 from megatron3d.parallel.mesh import DATA
 from megatron3d.train.state import TrainState
 from megatron3d.zero import FlatBuffer
@@ -48,7 +33,7 @@ class SourceFormat:
     """How the index of a checkpoint is read, and how its files are; `is_foreign` where no run of ours wrote them."""
 
     read_index: Callable[[Path], store.Index] = store.read_index
-    open_file: OpenFile = BoxFile
+    open_file: read.OpenFile = read.BoxFile
     is_foreign: bool = False
 
 
@@ -115,7 +100,7 @@ def load_state(
     losses, dropout, capacity, and longer sequences.  Raises UserError, on all ranks, if the checkpoint is damaged, is
     of another model or has another `identity` (tokenizer, corpus, seed).
     """
-    raise_if_damaged(folder, try_load(folder, state, identity, options))
+    read.raise_if_damaged(folder, try_load(folder, state, identity, options))
 
 
 def try_load(
@@ -132,7 +117,7 @@ def try_load(
         names = {piece.name for piece in pieces}
         prefix = "" if options.optimizer else "model."
         device = buffers.flat_buffers[0].main.device
-        index = read_index_on_all_ranks(folder, comm, names, prefix, options.source.read_index, device)
+        index = read.read_index_on_all_ranks(folder, comm, names, prefix, options.source.read_index, device)
     except UserError as error:
         if options.source.is_foreign:  # there is no older checkpoint to try
             raise
@@ -146,8 +131,8 @@ def try_load(
     memory += [values for table, values in tables.items() if only in (None, _ROUTERS[table])]
     mode, sharded = state.model.mode, buffers.sharding.axes
     replicas = state.model.comm.mesh.without((*DATA, *mode.context), (*sharded, *mode.experts, *mode.etensor))
-    source = BoxSource(folder, index, options.source.open_file)
-    damage = load_on_all_ranks(source, pieces, memory, comm, replicas)
+    source = read.BoxSource(folder, index, options.source.open_file)
+    damage = read.load_on_all_ranks(source, pieces, memory, comm, replicas)
     if damage:
         return damage
     buffers.publish()
@@ -209,10 +194,6 @@ def _check_compatible(
     return meta
 
 
-def _uncopied(tensor: Tensor) -> Tensor:
-    return tensor
-
-
 def _pieces(
     state: TrainState, copy: Callable[[Tensor], Tensor] | None = None, only: str | None = None
 ) -> Iterator[store.Piece]:
@@ -227,7 +208,7 @@ def _pieces(
                 start, values = low, copy(values[low - start : high - start])
             yield from param_pieces(prefix, spec, values, mesh, start)
     if copy is None or is_first(mesh):
-        yield from _router_pieces(state, copy or _uncopied, only)
+        yield from _router_pieces(state, copy or (lambda tensor: tensor), only)
 
 
 # Prefixes of the names of routers' tables: the bias of the choice belongs to the model, the load to its training.

@@ -1,11 +1,4 @@
-"""The training loop in time order: read a batch, step, report, evaluate, detect spikes, save, stop.
-
-Python's garbage collection at chosen iterations, on all ranks after the same step (Megatron-LM's --manual-gc).
-
-By itself Python collects when it has made enough objects, at another time on each rank: with a thousand ranks one of
-them is collecting in nearly every step, and all wait for it.  Objects that the start has made are not
-looked at again.
-"""
+"""The training loop in time order: read a batch, step, report, evaluate, detect spikes, save, stop."""
 
 from __future__ import annotations
 
@@ -15,7 +8,6 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 
 from megatron3d.config.schema import Config, TrainConfig
 from megatron3d.errors import ExitCode
@@ -32,7 +24,11 @@ from megatron3d.train.step import Readout, evaluate, train_step
 
 
 class ManualGc:
-    """While entered, collects garbage only in `after_step`, as the configuration says; else changes nothing."""
+    """While entered, collects garbage only in `after_step`, on all ranks after the same step (Megatron's --manual-gc).
+
+    By itself Python collects when it has made enough objects, at another time on each rank: with a thousand ranks one
+    of them is collecting in nearly every step, and all wait for it.  Objects of the start are not looked at again.
+    """
 
     def __init__(self, config: TrainConfig) -> None:
         self._is_manual, self._interval = config.manual_gc, config.manual_gc_interval
@@ -49,9 +45,7 @@ class ManualGc:
         if self._is_manual and self._interval and iteration % self._interval == 0:
             gc.collect()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._is_manual:
             gc.unfreeze()
             gc.enable()
@@ -174,9 +168,7 @@ class StopFile:
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end.set()  # without waiting: the folder may not answer
 
     def _look(self) -> None:

@@ -1,15 +1,11 @@
 """Monitor of a training run: throughput, phase times, memory, slow ranks, tensor statistics, traces and profiles.
 
-Steps are timed without waiting for a device.  When a line is due, the ranks' numbers are all-reduced.
+Steps are timed without waiting for a device.  When a line is due, the ranks' numbers are all-reduced: rank 0 handles a
+few hundred of them however many ranks there are.
 
-Detector of slow ranks: those whose own time exceeds the median of their peers by a factor, several times in a row.
-
-A rank's own time is its step time without waiting for other ranks.  The peers of a rank are the ranks of the same
-pipeline rank.  If each pipeline rank is a single rank, all ranks are compared by their time per FLOP.
-
-Statistics over all ranks: minimum, maximum, mean, and the rank of the maximum of phase times, memory and records.
-
-They are all-reduced, so that rank 0 handles a few hundred numbers however many ranks there are.
+A rank is slow if its own time, its step time without waiting for other ranks, exceeds the median of its peers by a
+factor, several times in a row.  The peers of a rank are the ranks of the same pipeline rank.  If each pipeline rank is
+a single rank, all ranks are compared by their time per FLOP.
 """
 
 from __future__ import annotations
@@ -29,15 +25,8 @@ from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.data.ramp_plan import Batch
 from megatron3d.forecast.memory.step_spec import StepSpec
 from megatron3d.forecast.memory.table import memory_table
-from megatron3d.forecast.time.breakdown import (
-    BUBBLE,
-    COMPUTATION,
-    LOADING,
-    UPDATE,
-    TimeBreakdown,
-    exposed_axes,
-    is_exposed,
-)
+from megatron3d.forecast.time import breakdown
+from megatron3d.forecast.time.breakdown import TimeBreakdown
 from megatron3d.forecast.time.forecast import STEPS, Forecast, forecast
 from megatron3d.forecast.time.traffic import step_flops
 from megatron3d.hardware.devices import corrected_peak, describe_peak, device_name
@@ -48,9 +37,8 @@ from megatron3d.metrics.timers import PHASES, Spread, own_ms, pipeline_bubble
 from megatron3d.model.linear_spec import flops_per_token
 from megatron3d.parallel.mesh import DATA, PIPELINE
 from megatron3d.parallel.parallel_state import ParallelState
-from megatron3d.pipeline.actions import Action
 from megatron3d.pipeline.engine import Observer
-from megatron3d.train.monitor.profiling import Profiler, TraceRecorder, write_trace
+from megatron3d.train.monitor.profiling import Profiler, TraceRecorder, nested, write_trace
 from megatron3d.train.monitor.reports import max_by_pipeline_rank, run_metadata
 from megatron3d.train.monitor.tensor_stats import StepTensorStatistics
 from megatron3d.train.run import Run
@@ -203,12 +191,14 @@ def parts_of(phases: Mapping[str, float]) -> TimeBreakdown:
     """
     if timers.SCHEDULE not in phases:
         return TimeBreakdown()
-    waits = {name: s for name, s in phases.items() if is_exposed(name) and exposed_axes(name) != (PIPELINE,)}
+    exposed = {name: s for name, s in phases.items() if breakdown.is_exposed(name)}
+    waits = {name: s for name, s in exposed.items() if breakdown.exposed_axes(name) != (PIPELINE,)}
     computes = sum(phases.get(name, 0.0) for name in timers.COMPUTES)
     own = computes + phases.get(timers.GRADS, 0.0) - sum(waits.values())
     bubble, update = phases[timers.SCHEDULE] - computes, phases.get(timers.UPDATE, 0.0)
-    rest = {BUBBLE: max(bubble, 0.0), UPDATE: update, LOADING: phases.get(timers.BATCH, 0.0)}
-    return TimeBreakdown({COMPUTATION: max(own, 0.0), **waits, **rest})
+    rest = {breakdown.BUBBLE: max(bubble, 0.0), breakdown.UPDATE: update}
+    loading = phases.get(timers.BATCH, 0.0)
+    return TimeBreakdown({breakdown.COMPUTATION: max(own, 0.0), **waits, **rest, breakdown.LOADING: loading})
 
 
 class Monitor:
@@ -376,17 +366,6 @@ class Monitor:
         num_microbatches = self._job.num_microbatches * batch.num_samples // run.batches.last.num_samples
         schedule = run.state.executor.schedule(num_microbatches)
         write_trace(trace, run.comm, schedule, Path(run.config.checkpoint.save), run.state.iteration)
-
-
-def nested(outer: Observer, inner: Observer) -> Observer:
-    """Return an observer that enters both."""
-
-    @contextlib.contextmanager
-    def observe(what: Action | str) -> Iterator[None]:
-        with outer(what), inner(what):
-            yield
-
-    return observe
 
 
 def rounded(spread: Spread) -> dict[str, float]:

@@ -24,18 +24,15 @@ from megatron3d.comm.interface import Comm
 from megatron3d.config.schema import Config, LoggingConfig
 from megatron3d.errors import UserError
 from megatron3d.metrics.timers import clock
+from megatron3d.model.router_state import is_first
 from megatron3d.parallel.mesh import PIPELINE
 from megatron3d.pipeline.actions import COMPUTATIONS, Action, ActionKind, Schedule
 from megatron3d.pipeline.engine import Observer
 from megatron3d.pipeline.simulate import Span, Timeline, simulate_mean_durations
 from megatron3d.runtime.files import write_figure, write_text
 
-PROFILES = "profiles"
-
-
-def profile_folder(save: Path) -> Path:
-    """Return the folder of a run's profiles."""
-    return save / PROFILES
+# Folders in that of a run.
+PROFILES, TRACES = "profiles", "traces"
 
 
 def check_memory_history(logging: LoggingConfig, device: torch.device) -> None:
@@ -55,7 +52,7 @@ class Profiler:
         self._rank, self._device = rank, device
         self._has_memory_history = logging.record_memory_history
         is_selected = logging.profile and rank in logging.profile_ranks
-        self._folder = profile_folder(Path(save)) if save and is_selected else None
+        self._folder = Path(save) / PROFILES if save and is_selected else None
         self._iterations = range(logging.profile_step_start, logging.profile_step_end)
         self._profile: profile | None = None
 
@@ -65,7 +62,7 @@ class Profiler:
             return observer
         if self._profile is None:
             self._start()
-        return _with_names(observer)
+        return nested(lambda what: record_function(str(what)), observer)
 
     def end_step(self, iteration: int) -> None:
         """Write the profile if this was the last profiled iteration."""
@@ -97,18 +94,17 @@ class Profiler:
             print(f"> WARNING: rank {self._rank}: {path} cannot be written: {error}", flush=True)
 
 
-def _with_names(inner: Observer) -> Observer:
-    """Return `inner`, which also records the name of each phase and action in the profile."""
+def nested(outer: Observer, inner: Observer) -> Observer:
+    """Return an observer that enters both."""
 
     @contextlib.contextmanager
     def observe(what: Action | str) -> Iterator[None]:
-        with record_function(str(what)), inner(what):
+        with outer(what), inner(what):
             yield
 
     return observe
 
 
-TRACES = "traces"
 PREDICTED = "predicted (the schedule with each stage's mean measured times, and no time for transfers)"
 
 
@@ -122,7 +118,7 @@ class TraceRecorder:
         self._clock = clock(device)
         self._marks: list[tuple[Action, Any, Any]] = []
         self._rank = comm.mesh.coord(PIPELINE)
-        self._is_first_of_stage = all(comm.mesh.coord(axis) == 0 for axis in comm.mesh.names if axis != PIPELINE)
+        self._is_first_of_stage = is_first(comm.mesh)
         comm.barrier()
         self._origin = self._clock.stamp()
 
@@ -159,19 +155,16 @@ def gather_timeline(trace: TraceRecorder, comm: Comm) -> Timeline | None:
 def write_trace(trace: TraceRecorder, comm: Comm, schedule: Schedule, save: Path, iteration: int) -> None:
     """Write the files of a traced iteration and print its bubble, on rank 0; where that fails, only warn."""
     measured = gather_timeline(trace, comm)
-    if measured is not None:
-        _write(measured, schedule, save, iteration)
-
-
-def _write(measured: Timeline, schedule: Schedule, save: Path, iteration: int) -> None:
-    from megatron3d.pipeline.plot import figure, trace  # matplotlib takes half a second to import
+    if measured is None:
+        return
+    from megatron3d.pipeline import plot  # matplotlib takes half a second to import
 
     expected = simulate_mean_durations(schedule, measured)
     timelines = {PREDICTED: expected, f"measured in iteration {iteration}": measured}
-    path = trace_folder(save) / f"iter_{iteration:07d}.json"
+    path = save / TRACES / f"iter_{iteration:07d}.json"
     try:
-        write_text(path, json.dumps(trace(timelines, unit_us=1e3)))
-        picture = figure(timelines, time="time in ms")
+        write_text(path, json.dumps(plot.trace(timelines, unit_us=1e3)))
+        picture = plot.figure(timelines, time="time in ms")
         write_figure(path.with_suffix(".png"), picture, dpi=150)
         write_figure(path.with_suffix(".svg"), picture)
     except OSError as error:
@@ -179,8 +172,3 @@ def _write(measured: Timeline, schedule: Schedule, save: Path, iteration: int) -
         return
     bubbles = f"measured {100 * measured.idle_rate:.1f} %, predicted {100 * expected.idle_rate:.1f} %"
     print(f"> trace of iteration {iteration}: bubble {bubbles}", flush=True)
-
-
-def trace_folder(save: Path) -> Path:
-    """Return the folder of a run's traces."""
-    return save / TRACES

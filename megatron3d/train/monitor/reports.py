@@ -1,6 +1,4 @@
-"""Metadata of one launch of a run: the `start` line of metrics.jsonl, which programs read.
-
-Table of the facts that a run prints at its start about kernels, communicators and its process.
+"""What a run prints at its start about kernels, communicators and its process, and the `start` line of metrics.jsonl.
 
 A new fact is one more row: a function of the state, or a name and a text in `Runtime.settings` where it is known only
 when the process starts.
@@ -20,7 +18,6 @@ import torch
 from megatron3d import __version__
 from megatron3d.attention.packed import choose
 from megatron3d.attention.pairs import kernel_name
-from megatron3d.checkpoint.pieces import ranges_to_write
 from megatron3d.comm.interface import Comm
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.experts.grouped_matmul import grouped_gemm_name
@@ -37,11 +34,11 @@ from megatron3d.model.experts import ExpertLinear
 from megatron3d.model.layers import is_opaque
 from megatron3d.model.linear_spec import flops_per_token, num_parameters
 from megatron3d.model.local_sizes import KERNELS, LocalSizes
-from megatron3d.model.params import part_views
+from megatron3d.model.router_state import is_first
 from megatron3d.model.spec import GATED, has_window
 from megatron3d.ops.cross_entropy import LOSS_KERNEL_NAMES, loss_kernel
-from megatron3d.parallel.mesh import PIPELINE
 from megatron3d.parallel.parallel_state import ParallelState
+from megatron3d.train.monitor.tensor_stats import written_tensors
 from megatron3d.train.run import Run
 from megatron3d.train.state import TrainState
 
@@ -200,15 +197,9 @@ def run_facts(state: TrainState, settings: Mapping[str, str]) -> Iterator[str]:
 
 def check_built(state: TrainState) -> None:
     """Count layers and parameters over all ranks; raise RuntimeError if the configuration has other numbers."""
-    model, mesh = state.model, state.model.comm.mesh
-    mine = ranges_to_write(state.buffers)
-    held = 0
-    for name, start, values in state.buffers.shards("main"):
-        _, spec, low, high = mine[name]
-        views = part_views(spec, values[low - start : high - start], mesh, low)
-        held += sum(view.numel() for _, _, view in views)
-    is_first = all(mesh.coord(axis) == 0 for axis in mesh.names if axis != PIPELINE)
-    gathered = model.comm.gather_object((held, len(model.layers) * is_first))
+    model = state.model
+    held = sum(values.numel() for _, values in written_tensors(state.buffers, "main"))
+    gathered = model.comm.gather_object((held, len(model.layers) * is_first(model.comm.mesh)))
     expected = num_parameters(model.arch), model.arch.num_layers
     found = gathered and tuple(map(sum, zip(*gathered, strict=True)))
     if found and found != expected:
@@ -286,11 +277,7 @@ def run_metadata(
     ranks = [job.on_pipeline_rank(coord) for coord in range(job.pipeline.num_ranks)]
     return {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "versions": {
-            "megatron3d": __version__,
-            "torch": str(torch.__version__),
-            "python": platform.python_version(),
-        },
+        "versions": {"megatron3d": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
         "world_size": run.runtime.world_size,
         "mesh": dict(run.comm.mesh.axes),
         "ranks": {name: [rank for rank, at in enumerate(devices) if at == name] for name in dict.fromkeys(devices)},

@@ -23,6 +23,7 @@ from megatron3d.pipeline.actions import Action, ActionKind
 from megatron3d.pipeline.engine import Observer
 from megatron3d.train.state import TrainState
 from megatron3d.train.step import StepResult
+from megatron3d.zero import Buffers
 
 Table = Mapping[str, Mapping[str, float]]
 
@@ -31,6 +32,18 @@ def layer_of(name: str) -> str:
     """Return the layer or module of a logical tensor: `layers.3` of `layers.3.mlp.fc1.weight`."""
     first, second, *_ = name.split(".")
     return f"{first}.{second}" if first in ("layers", "mtp") else first
+
+
+def written_tensors(buffers: Buffers, which: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and values of what this rank writes to checkpoints, so that each element counts once.
+
+    `which` is main, the parameters, or grad.
+    """
+    mine, mesh = ranges_to_write(buffers), buffers.comm.mesh
+    for name, start, values in buffers.shards(which):
+        _, spec, low, high = mine[name]
+        for part, _, view in part_views(spec, values[low - start : high - start], mesh, low):
+            yield part.name, view
 
 
 class TensorStatistics:
@@ -115,11 +128,7 @@ class StepTensorStatistics:
         }
 
     def _of_buffers(self, which: str) -> TensorStatistics:
-        """Accumulate the parameters or gradients that this rank writes to checkpoints, so that each counts once."""
-        buffers, statistics = self._state.buffers, self._new()
-        mine, mesh = ranges_to_write(buffers), buffers.comm.mesh
-        for name, start, values in buffers.shards(which):
-            _, spec, low, high = mine[name]
-            for part, _, view in part_views(spec, values[low - start : high - start], mesh, low):
-                statistics.add(layer_of(part.name), view)
+        statistics = self._new()
+        for name, values in written_tensors(self._state.buffers, which):
+            statistics.add(layer_of(name), values)
         return statistics
