@@ -92,10 +92,8 @@ def corrected_peak(peak: Peak, reached_flops: float, precision: str) -> Peak:
 def describe_peak(peak: Peak | None, device: torch.device, precision: str) -> str:
     """Return the line of the start-up report about the peak."""
     if peak is None:
-        return (
-            f"MFU is not reported: the peak of {device_name(device)} in {precision} is not known; "
-            f"set logging.peak_tflops to its dense TFLOP/s per device"
-        )
+        remedy = "set logging.peak_tflops to its dense TFLOP/s per device"
+        return f"MFU is not reported: the peak of {device_name(device)} in {precision} is not known; {remedy}"
     return f"MFU is relative to {peak.flops / 1e12:.4g} TFLOP/s per device ({peak.source})"
 
 

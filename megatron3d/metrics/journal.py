@@ -219,11 +219,7 @@ class Journal:
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a metrics.jsonl, without a last line that is cut off.
-
-    Raises:
-        UserError: the file is missing or has other contents.
-    """
+    """Return the rows of a metrics.jsonl, without a last line that is cut off; raises UserError for other files."""
     if not path.exists():
         raise UserError(f"{path}: there is no such file; give the folder of a run, its checkpoint.save")
     return [from_json(line) for line, _ in read_lines(path, JOURNAL_ROW)]

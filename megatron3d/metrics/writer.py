@@ -113,7 +113,6 @@ class TensorboardSink:
             self._next_try_s, self._is_told = time.monotonic() + self.RETRY_S, True
 
     def describe(self, start: Mapping[str, Any]) -> None:
-        """Record the metadata of a launch."""
         from tensorboard.compat.proto.event_pb2 import Event
         from torch.utils.tensorboard.summary import text
 
@@ -122,7 +121,6 @@ class TensorboardSink:
         self._write(start["iteration"], [Event(step=start["iteration"], summary=summary)])
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Record the values of a step."""
         from tensorboard.compat.proto.event_pb2 import Event
         from torch.utils.tensorboard.summary import scalar
 
@@ -134,7 +132,6 @@ class TensorboardSink:
         self._write(iteration + 1, [])
 
     def close(self) -> None:
-        """Finish writing."""
         if self._events is not None:
             self._events.close()
             self._events = None
@@ -178,11 +175,9 @@ class WandbSink:
         self._run.define_metric("validation_loss", step_metric="iteration", summary="min,last")
 
     def describe(self, start: Mapping[str, Any]) -> None:
-        """Record the metadata of a launch."""
         self._run.config.update({"start": dict(start)}, allow_val_change=True)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Record the values of a step."""
         self._run.log({**values, "iteration": step})
 
     def go_back(self, iteration: int) -> None:
@@ -190,7 +185,6 @@ class WandbSink:
         self.log({"rollback_to": iteration}, iteration)
 
     def close(self) -> None:
-        """Finish writing."""
         self._run.finish()
 
 

@@ -30,14 +30,11 @@ def embedding(
     tokens where no axis reduces the gradient, else a gradient of the table's shape.
     """
     buffer = None if main_grads is None else main_grads.buffer(w_VH)
-    if buffer is None and not (plan.m or plan.k or plan.n) and w_VH.dtype == _wide(w_VH.dtype):
+    is_wide = w_VH.dtype == torch.promote_types(w_VH.dtype, torch.float32)
+    if buffer is None and not (plan.m or plan.k or plan.n) and is_wide:
         return F.embedding(tokens_M, w_VH)
     y_MH: Tensor = _Embedding.apply(tokens_M, w_VH, padded_vocab, plan, comm, buffer)
     return y_MH
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _add_rows(buffer: MainGrad, rows_M: Tensor, dy_MH: Tensor) -> None:
@@ -111,7 +108,7 @@ class _Embedding(torch.autograd.Function):
         if ctx.buffer is not None and not ctx.plan.w:
             _add_rows(ctx.buffer, rows_M, dy)
             return None, None, *unused
-        dw = _sums(dy.to(_wide(dy.dtype)), rows_M, ctx.num_rows).to(dy.dtype)
+        dw = _sums(dy.to(torch.promote_types(dy.dtype, torch.float32)), rows_M, ctx.num_rows).to(dy.dtype)
         dw = reduce(dw, moves(ctx.plan.w), W_DIMS, ctx.comm).wait()
         if ctx.buffer is None:
             return None, dw, *unused

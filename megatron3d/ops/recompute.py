@@ -151,15 +151,12 @@ def host_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu" and numel:
         with ThreadPoolExecutor(NUM_TOUCHING_THREADS) as threads:
             list(threads.map(Tensor.zero_, memory.chunk(NUM_TOUCHING_THREADS)))
-        _page_lock(memory, device)
+        torch.accelerator.set_device_index(device)  # each thread has its own, and the first device by default
+        code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, _REGISTER_FOR_ALL_CONTEXTS))
+        if code:
+            size = f"{memory.nbytes / 2**30:.1f} GiB of host memory"
+            raise RuntimeError(f"{size} cannot be page-locked (CUDA error {code})")
     return memory
-
-
-def _page_lock(memory: Tensor, device: torch.device) -> None:
-    torch.accelerator.set_device_index(device)  # each thread has its own, and the first device by default
-    code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, _REGISTER_FOR_ALL_CONTEXTS))
-    if code:
-        raise RuntimeError(f"{memory.nbytes / 2**30:.1f} GiB of host memory cannot be page-locked (CUDA error {code})")
 
 
 _ALIGNMENT = 512
@@ -363,6 +360,5 @@ def _unpack(packed: Tensor | _View) -> Tensor:
 
 
 def _bytes_of(x: Tensor) -> Tensor:
-    """Return the memory of a tensor as bytes."""
     storage = x.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device=x.device).set_(storage, 0, (storage.nbytes(),), (1,))

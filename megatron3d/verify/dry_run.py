@@ -283,16 +283,14 @@ def disagreements(runs: Sequence[RankDryRun], state: ParallelState) -> list[str]
     return found
 
 
-def _difference(rank: int, mine: Sequence[object], other: int, theirs: Sequence[object]) -> list[str]:
+def _difference(rank: int, mine: Sequence[object], other: int, theirs: Sequence[object]) -> Iterator[str]:
     for number, (one, two) in enumerate(zip(mine, theirs, strict=False), 1):
         if one != two:
-            return [
-                f"ranks {rank} and {other} would hang: call {number} between them is {one} on one, {two} on the other"
-            ]
+            yield f"ranks {rank} and {other} would hang: call {number} between them is {one} on one, {two} on the other"
+            return
     if len(mine) != len(theirs):
         counts = f"rank {rank} makes {len(mine)} calls, rank {other} {len(theirs)}"
-        return [f"ranks {rank} and {other} would hang: {counts} to the same group"]
-    return []
+        yield f"ranks {rank} and {other} would hang: {counts} to the same group"
 
 
 # Of more ranks than that some are drawn, the first and the last among them.

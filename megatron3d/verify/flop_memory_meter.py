@@ -60,17 +60,12 @@ def _flash_backward_flop(
     return 2 * _flash_flop(q, k, v, *rest, out_val=out_val, **named)
 
 
-def _recomputed_scores_flop(*_: object, **__: object) -> int:
-    """Return no FLOPs for scores that attention's backward computes again from single operations."""
-    return 0
-
-
 def flop_formulas() -> Mapping[Any, Callable[..., int]]:
     """Return torch's FLOP formulas, those of kernels for which torch has none, and ours of attention's backward."""
     aten = torch.ops.aten
     ours: Mapping[Any, Callable[..., int]] = {
         torch.ops.mkldnn._linear_pointwise: _linear_flop,
-        aten.baddbmm: _recomputed_scores_flop,
+        aten.baddbmm: lambda *_, **__: 0,  # scores that attention's backward recomputes from single operations
         aten._scaled_dot_product_flash_attention_for_cpu: _attention_flop,
         aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flop,
         aten._scaled_dot_product_flash_attention_backward: _attention_backward_flop,

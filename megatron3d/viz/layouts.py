@@ -12,7 +12,7 @@ from fractions import Fraction
 
 from megatron3d.parallel.layout import Box, Layout, box, span
 from megatron3d.parallel.matmul_plan import MatmulPlan, Move, flows, moves
-from megatron3d.parallel.mesh import Axes, Mesh, ranges
+from megatron3d.parallel.mesh import Mesh, ranges
 from megatron3d.parallel.modes.mode import Mode
 from megatron3d.viz.svg import EMPTY, GREY, INK, PAPER, Canvas, Rect
 
@@ -21,8 +21,6 @@ RESIDUAL, INNER = 112, 168
 TOKENS = 168
 COLUMN, LEFT = 316, 24
 TOP, ROW = 66, 292
-ALL_GATHER, REDUCE_SCATTER = "all-gather", "reduce-scatter"
-ALL_REDUCE = "all-reduce"
 INPUT, GATHERED = "#1f5fa8", "#cfe2f6"
 OUTPUT, PARTIAL = "#c2600a", "#fbdfc0"
 
@@ -34,8 +32,7 @@ class DrawnOperand:
     Attributes:
         stored: axes that split each dim of the stored matrix.
         used: axes that split each dim during the GEMM.
-        forward: collectives of the forward pass, in words.
-        backward: collectives of the backward pass, in words.
+        forward, backward: collectives of the two passes, in words.
         sent: what each rank sends in both passes, as a fraction of the whole matrix.
     """
 
@@ -44,7 +41,7 @@ class DrawnOperand:
     stored: Layout
     used: Layout
     forward: str
-    backward: str
+    backward: tuple[str, ...]
     sent: Fraction
 
 
@@ -52,16 +49,12 @@ def operands(plan: MatmulPlan, mesh: Mesh) -> tuple[DrawnOperand, DrawnOperand, 
     """Return X, W and Y of a plan."""
     plan = plan.on(mesh)
     sent, (n, k) = _sent_fractions(plan, mesh), plan.w_layout
-    gather_x, gather_w = _in_words(ALL_GATHER, plan.x), _in_words(ALL_GATHER, plan.w)
-    reduce_dx, reduce_y = _reductions(plan.dx_moves), _reductions(moves(plan.y))
-    dw = _joined(gather_w, _in_words(REDUCE_SCATTER, plan.w))
-    x = DrawnOperand(
-        "X", ("M", "K"), plan.x_layout, (plan.m, plan.k), gather_x, _joined(gather_x, reduce_dx), sent["X"]
-    )
+    gather_x, gather_w, gather_dy = (_in_words(moves(table), "all-gather") for table in (plan.x, plan.w, plan.dy))
+    dx, dw = (gather_x, _in_words(plan.dx_moves)), (gather_w, _in_words(moves(plan.w)))
+    x = DrawnOperand("X", ("M", "K"), plan.x_layout, (plan.m, plan.k), gather_x, dx, sent["X"])
     w = DrawnOperand("W", ("K", "N"), (k, n), (plan.k, plan.n), gather_w, dw, sent["W"])
-    y = DrawnOperand(
-        "Y", ("M", "N"), plan.y_layout, (plan.m, plan.n), reduce_y, _in_words(ALL_GATHER, plan.dy), sent["Y"]
-    )
+    reduce_y = _in_words(moves(plan.y))
+    y = DrawnOperand("Y", ("M", "N"), plan.y_layout, (plan.m, plan.n), reduce_y, (gather_dy,), sent["Y"])
     return x, w, y
 
 
@@ -77,20 +70,10 @@ def _sent_fractions(plan: MatmulPlan, mesh: Mesh) -> Mapping[str, Fraction]:
     return {name: Fraction(value).limit_denominator(10**6) for name, value in fractions.items()}
 
 
-def _over(axes: Axes) -> str:
-    return f"over {'·'.join(axes)}"
-
-
-def _in_words(collective: str, table: Mapping[str, str]) -> str:
-    return _joined(*(f"{collective} {_over(axes)}" for axes, _ in moves(table)))
-
-
-def _reductions(steps: Iterable[Move]) -> str:
-    return _joined(*(f"{REDUCE_SCATTER if dim else ALL_REDUCE} {_over(axes)}" for axes, dim in steps))
-
-
-def _joined(*parts: str) -> str:
-    return ", ".join(part for part in parts if part)
+def _in_words(steps: Iterable[Move], collective: str | None = None) -> str:
+    """Return collectives in words; without a name they are reductions, which scatter a dim or are all-reduces."""
+    named = ((collective or ("reduce-scatter" if dim else "all-reduce"), axes) for axes, dim in steps)
+    return ", ".join(f"{name} over {'·'.join(axes)}" for name, axes in named)
 
 
 def holders(shape: tuple[int, int], stored: Layout, mesh: Mesh) -> dict[Box, list[int]]:
@@ -124,7 +107,6 @@ def layout_picture(mode: Mode, form: str, rank: int) -> str:
 
 
 def _matmul(canvas: Canvas, top: float, name: str, plan: MatmulPlan, mesh: Mesh) -> None:
-    """Draw X × W = Y in one row."""
     used = mesh.nontrivial((*plan.m, *plan.k, *plan.n))
     canvas.text((LEFT, top + 14), name, 14, INK, "bold")
     share = Fraction(1, mesh.size(used))
@@ -141,7 +123,6 @@ def _matmul(canvas: Canvas, top: float, name: str, plan: MatmulPlan, mesh: Mesh)
 
 
 def _captions(operand: DrawnOperand, mesh: Mesh) -> Iterator[str]:
-    """Yield what is stored, and the collectives."""
     first, second = operand.dims
     share = Fraction(1, mesh.size(sum(operand.stored, ())))
     yield f"{operand.name} [{first}, {second}]: {'all of it' if share == 1 else share} on each rank"
@@ -149,7 +130,7 @@ def _captions(operand: DrawnOperand, mesh: Mesh) -> Iterator[str]:
         yield "no communication"
         return
     yield f"forward: {operand.forward or 'none'}"
-    yield f"backward: {operand.backward or 'none'}"
+    yield f"backward: {', '.join(filter(None, operand.backward)) or 'none'}"
     yield f"sent by each rank: {operand.sent} of {first}·{second}"
 
 

@@ -80,7 +80,6 @@ def data_flows_picture() -> str:
 
 
 def _lane(canvas: Canvas, top: float, name: str, steps: tuple[Step, ...]) -> None:
-    """Draw the boxes of one way, with an arrow from each to the next."""
     canvas.text((LEFT, top + 16), name, 14, INK, "bold")
     for number, step in enumerate(steps):
         box = Rect(LEFT + number * (BOX_WIDTH + ARROW), top + 28, BOX_WIDTH, BOX_HEIGHT)
@@ -129,7 +128,6 @@ def schedules_picture() -> str:
 
 
 def _timeline(canvas: Canvas, top: float, line: Timeline) -> None:
-    """Draw a bar per rank."""
     for rank, spans in enumerate(line.rank_spans):
         y = top + rank * (BAR + 2)
         canvas.text((24, y + 14), f"rank {rank}", 12, GREY)

@@ -76,7 +76,8 @@ def report(folder: Path, refresh_s: int | None = None) -> str:
     if missing := [key for key in START_KEYS if start and key not in start]:
         raise UserError(f"{folder / FILE_NAME}: the last start has no {', '.join(missing)}; draw curves, as a .png")
     steps = [row for row in rows if "lm_loss" in row]
-    bad, phases = _non_finite(steps), _phases(steps)
+    bad = [row for row in steps if not all(map(math.isfinite, (row["lm_loss"], row.get("grad_norm", 0.0))))]
+    phases = _phases(steps)
     name = run_name(folder)
     values: dict[str, Any] = {
         "name": name,
@@ -133,7 +134,6 @@ def svg_element(document: str) -> Markup:
 
 
 def _facts(start: Start, steps: Rows) -> dict[str, str]:
-    """Return the last step and the recent rates by title."""
     of = f" of {start['train_iters']}" if start else ""
     facts = {"iteration": f"{steps[-1]['iteration']}{of}", "loss": f"{steps[-1]['lm_loss']:.6g}"}
     for title, key, form in RATES:
@@ -141,10 +141,6 @@ def _facts(start: Start, steps: Rows) -> dict[str, str]:
         if values:
             facts[title] = form.format(median(values))
     return facts
-
-
-def _non_finite(steps: Rows) -> Rows:
-    return [row for row in steps if not (math.isfinite(row["lm_loss"]) and math.isfinite(row.get("grad_norm", 0.0)))]
 
 
 def _events(rows: Rows, bad: Rows) -> list[Cells]:

@@ -77,7 +77,6 @@ def zero_memory_picture() -> str:
 
 
 def _panel(canvas: Canvas, top: float, case: ZeroCase, full: Mapping[str, int], per_byte: float) -> None:
-    """Draw a bar per rank, and the collectives next to them."""
     job = case.job()
     held = rank_memory(job).categories
     canvas.text((24, top + 16), case.title, 14, INK, "bold")

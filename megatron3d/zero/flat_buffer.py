@@ -42,8 +42,7 @@ class GradSync:
 class FsdpUnit:
     """A module of a pipeline stage whose parameters, those below `path`, are all-gathered together.
 
-    Attributes:
-        in_backward: whether backward needs the parameters as well.
+    `in_backward`: backward needs them as well.
     """
 
     path: str
