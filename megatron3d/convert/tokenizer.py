@@ -344,21 +344,16 @@ def candidates(data: DataConfig) -> tuple[Iterator[tokenizers.Tokenizer], list[s
 
 def _bytes(_: Path) -> tuple[Iterator[tokenizers.Tokenizer], list[str]]:
     """Return the byte-level model whose token of each byte is the byte's number, as in our tokenizer."""
-    alphabet = {_byte_name(byte): byte for byte in range(256)}
+    # A byte's name in byte-level models (Radford et al. 2019) is its character, or, in order, one above 255.
+    names = pre_tokenizers.ByteLevel.alphabet()
+    others = iter(sorted(name for name in names if ord(name) > 255))
+    alphabet = {chr(byte) if chr(byte) in names else next(others): byte for byte in range(256)}
     made = tokenizers.Tokenizer(models.BPE(vocab=alphabet, merges=[]))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens([END_OF_DOCUMENT])
     assert made.token_to_id(END_OF_DOCUMENT) == ByteTokenizer.eod, "the end of a document follows the bytes"
     return iter([made]), open_texts([chr(code) for code in range(256)], [END_OF_DOCUMENT])
-
-
-def _byte_name(byte: int) -> str:
-    """Return the character of a byte in byte-level models (Radford et al. 2019): itself, or one above 255."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    if byte in printable:
-        return chr(byte)
-    return chr(256 + sum(other not in printable for other in range(byte)))
 
 
 def _characters(path: Path) -> tuple[Iterator[tokenizers.Tokenizer], list[str]]:
