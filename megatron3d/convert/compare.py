@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron3d.checkpoint import store
+from megatron3d.checkpoint.index import read_index
 from megatron3d.checkpoint.pieces import Piece, param_pieces
+from megatron3d.checkpoint.read import load_with_index
 from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.convert.fields import HubConfig
 from megatron3d.convert.reference_models import REFERENCE_LOGITS, Weights
@@ -82,7 +83,7 @@ def our_logits(checkpoint: Path, arch: Architecture, rounded: torch.dtype, token
         tokens_BS: tokens of the model's vocabulary `rows_V`, by their places there.
         rows_V: ids in the vocabulary of the checkpoint.
     """
-    num_stages = arch.num_layers
+    num_stages, index = arch.num_layers, read_index(checkpoint)
     pipeline = StageAssignment(make_stages([1] * num_stages), tuple(range(num_stages)))
     mode = build_mode(next(iter(MODES)), None, (1,))
     axes = ((PIPELINE, num_stages), *((axis, 1) for axis in DATA), *mode.axes)
@@ -103,7 +104,8 @@ def our_logits(checkpoint: Path, arch: Architecture, rounded: torch.dtype, token
             for name, table, bias_E in model.routers.rows()
             if table == EXPERT_BIAS
         ]
-        store.load(checkpoint, [part for piece in pieces for part in _rows_of_vocabulary(piece, arch, rows_V)])
+        parts = [part for piece in pieces for part in _rows_of_vocabulary(piece, arch, rows_V)]
+        load_with_index(checkpoint, index, parts)
         for param in model.parameters():
             param.data.copy_(param.to(rounded))
         y_MH: Tensor = model(stage, x_MH, model.begin_sampling(tokens_BS))

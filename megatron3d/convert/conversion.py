@@ -27,6 +27,7 @@ from torch import Tensor
 
 from megatron3d.checkpoint import store
 from megatron3d.checkpoint.index import read_index, read_meta
+from megatron3d.checkpoint.pieces import dtype_name
 from megatron3d.checkpoint.store import Piece
 from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.config.read import SECTIONS, Resolved, read_config
@@ -175,7 +176,7 @@ def to_hub(request: ConversionRequest) -> ConversionReport:
         write_json(folder / "config.json", settings | no_ids)  # transformers wants it for the tokenizer too
         tokenizer, notes = export_tokenizer(data, folder, arch.max_position_embeddings, request.with_transformers)
         ids = _token_ids(tokenizer, folder)
-        settings |= {**ids, "torch_dtype": str(dtype).removeprefix("torch."), "use_cache": True}
+        settings |= {**ids, "torch_dtype": dtype_name(dtype), "use_cache": True}
         write_json(folder / "config.json", settings)
         if not (folder / GENERATION).exists():
             write_json(folder / GENERATION, ids)
@@ -246,14 +247,14 @@ def _pieces(weights: HubWeights, dtype: torch.dtype | None) -> Iterator[Piece]:
 
 def _values(checkpoint: Path, table: Sequence[FileTensor], dtype: torch.dtype) -> Iterator[Tensor]:
     """Yield the tensors of the files, read from a checkpoint in runs no larger than the largest tensor."""
-    budget = max(num_bytes(tensor, dtype) for tensor in table)
+    budget, index = max(num_bytes(tensor, dtype) for tensor in table), read_index(checkpoint)
     run: list[FileTensor] = []
     for tensor in (*table, None):
         if tensor is None or sum(num_bytes(each, dtype) for each in (*run, tensor)) > budget:
             values = [torch.zeros(each.shape, dtype=dtype_of(each, dtype)) for each in run]
             pairs = [(rows, whole) for each, whole in zip(run, values, strict=True) for rows in each.row_ranges()]
             named = ((f"model.{rows.name}", rows.shape, rows.box, rows_of(whole, rows)) for rows, whole in pairs)
-            store.load(checkpoint, [Piece(*piece) for piece in named])
+            store.load_with_index(checkpoint, index, [Piece(*piece) for piece in named])
             yield from values
             run = []
         run += [tensor] if tensor else []
@@ -272,7 +273,7 @@ def _stored_dtype(checkpoint: Path, table: Sequence[FileTensor]) -> torch.dtype:
     tensors = read_index(checkpoint).tensors
     names = {f"model.{name}" for tensor in table for name, _ in tensor.parts if not tensor.is_state}
     found = sorted({tensors[name].dtype for name in names if name in tensors})
-    known = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
+    known = {dtype_name(dtype): dtype for dtype in DTYPES.values()}
     if len(found) == 1 and found[0] in known:
         return known[found[0]]
     raise UserError(f"{checkpoint}: weights of {' and '.join(found) or 'no'} type; choose one with --dtype")
@@ -346,27 +347,27 @@ def to_torch(request: ConversionRequest) -> ConversionReport:
     Raises UserError where the checkpoint is missing or damaged, or the folder exists or cannot be written.
     """
     checkpoint = store.resolve(request.source)
-    tensors = read_index(checkpoint).tensors
+    index = read_index(checkpoint)
     described: dict[object, object] = {}
     places: dict[object, object] = {}
     with output_folder(request.target) as folder:
         with (folder / _DATA_FILE).open("wb") as file:
-            for name, stored in tensors.items():
+            for name, stored in index.tensors.items():
                 tensor = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
                 box = tuple((0, size) for size in stored.shape)
-                store.load(checkpoint, [Piece(name, stored.shape, box, tensor)])
+                store.load_with_index(checkpoint, index, [Piece(name, stored.shape, box, tensor)])
                 start = file.tell()
                 torch.save(tensor, file)
                 described[name] = _tensor_metadata(stored.shape, stored.dtype)
-                index = _Call(_CLASSES, "MetadataIndex", (name, _size((0,) * len(stored.shape))))
+                chunk = _Call(_CLASSES, "MetadataIndex", (name, _size((0,) * len(stored.shape))))
                 place = (_DATA_FILE, start, file.tell() - start)
-                places[index] = _Call("torch.distributed.checkpoint.filesystem", "_StorageInfo", place)
+                places[chunk] = _Call("torch.distributed.checkpoint.filesystem", "_StorageInfo", place)
             num_bytes = file.tell()
         fsync(folder / _DATA_FILE)
         metadata = _Call(_CLASSES, "Metadata", (described, None, places))
         (folder / _METADATA).write_bytes(b"\x80\x02" + _pickled(metadata) + b".")
         fsync(folder / _METADATA)
-    return ConversionReport((f"{len(tensors)} tensors, {num_bytes:,} bytes",))
+    return ConversionReport((f"{len(index.tensors)} tensors, {num_bytes:,} bytes",))
 
 
 def _tensor_metadata(shape: tuple[int, ...], dtype: str) -> _Call:

@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron3d.checkpoint import index
 from megatron3d.config.read import read_config
-from megatron3d.convert.conversion import ConversionRequest, from_hub, to_hub
+from megatron3d.convert.conversion import ConversionRequest, from_hub, to_hub, to_torch
 from megatron3d.convert.hub_weights import SINGLE, open_folder
 from megatron3d.data.tokenizers.tokenizer import build_tokenizer
 from megatron3d.errors import UserError
@@ -58,6 +59,21 @@ def test_a_run_can_be_moved(tmp_path: Path) -> None:
     to_hub(ConversionRequest(tmp_path / "moved", tmp_path / "back", with_transformers=False))
     typed = read_config(tmp_path / "moved" / "config.yaml", ["data.tokenizer_model=tokenizer.json"])
     assert typed.config.data.tokenizer_model == "tokenizer.json"
+
+
+def test_an_index_is_read_as_often_for_any_number_of_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of a large model on many ranks has hundreds of megabytes."""
+    read, content, counts = list[Path](), index._content, list[int]()
+    monkeypatch.setattr(index, "_content", lambda folder: read.append(folder) or content(folder))
+    for layers in (2, 4):
+        hub, run, back, dcp = (tmp_path / f"{name}{layers}" for name in ("hub", "run", "back", "dcp"))
+        write_hub(hub, {**LLAMA, "num_hidden_layers": layers})
+        from_hub(ConversionRequest(hub, run, with_transformers=False))
+        to_hub(ConversionRequest(run, back, with_transformers=False))
+        to_torch(ConversionRequest(run, dcp))
+        counts.append(len(read))
+        read.clear()
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors", "generation_config.json"])
