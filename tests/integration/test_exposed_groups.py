@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from common.loopback import LoopbackComm
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron3d.comm.interface import Pending
-from megatron3d.comm.loopback import LoopbackComm
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.parallel.mesh import Axes, Mesh
 from megatron3d.train.state import build_state
