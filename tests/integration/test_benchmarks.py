@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.tiny_run import ROOT
 
-OWN_TESTS = ("gpu_day", "network")  # test_gpu_day.py, test_network_benchmark.py
+OWN_TESTS = ("chaos", "gpu_day", "network")  # test_chaos.py, test_gpu_day.py, test_network_benchmark.py
 # Everything but `--quick`.
 OPTIONS: dict[str, Sequence[str]] = {"tables": ()}
 
