@@ -37,27 +37,39 @@ make_venv() {
 
 has_gpu() { [[ -e /proc/driver/nvidia/version ]] || nvidia-smi -L >/dev/null 2>&1; }
 
-# Without a GPU the CUDA build of torch would waste gigabytes: install a CPU build from wherever one is available.
+# Without a GPU the CUDA build of torch would waste gigabytes: install the newest CPU build of pip's own sources or of
+# PyTorch's, or else, where the newest release comes as a CUDA build only, an older one of pip's own sources.
 install_cpu_torch() {
-    local torch source pip=("$VENV/bin/python" -m pip install)
+    local torch wanted build pip=("$VENV/bin/python" -m pip install)
+    local pytorch=(--index-url=https://download.pytorch.org/whl/cpu --timeout=15 --retries=1)
     torch=$(grep -o 'torch>=[^"]*' setup.py)
+    wanted=$torch
     step "Looking for a CPU build of $torch"
-    for source in "" "--index-url=https://download.pytorch.org/whl/cpu --timeout=15 --retries=1"; do
-        # shellcheck disable=SC2086  # the options are meant to be split
-        if "${pip[@]}" $source --dry-run --quiet --report - "$torch" | without_cuda; then
-            "${pip[@]}" $source "$torch" || fail "torch was not installed: see pip's message above"
-            return
-        fi
+    build=$(newest_build "$torch")
+    if [[ $build != cpu && $(newest_build "${pytorch[@]}" "$torch") == cpu ]]; then
+        build=cpu
+        pip+=("${pytorch[@]}")
+    fi
+    while [[ $build == "cuda "* ]]; do
+        wanted+=",!=${build#cuda }"
+        build=$(newest_build "$wanted")
     done
-    [[ ${MEGATRON3D_ALLOW_CUDA_BUILD:-} == 1 ]] || fail "found no CPU build of $torch, neither in pip's own sources nor at https://download.pytorch.org/whl/cpu.
+    if [[ $build == cpu ]]; then
+        "${pip[@]}" "$wanted" || fail "torch was not installed: see pip's message above"
+    elif [[ ${MEGATRON3D_ALLOW_CUDA_BUILD:-} != 1 ]]; then
+        fail "found no CPU build of $torch, neither in pip's own sources nor at https://download.pytorch.org/whl/cpu.
 Put one into $VENV yourself, or set MEGATRON3D_ALLOW_CUDA_BUILD=1 to install the CUDA build (about 3 GB)"
+    fi
 }
 
-# Return whether pip's report on stdin installs no NVIDIA package; no report means that there is no source to install from.
-without_cuda() {
+# Print what torch pip would install with these arguments: "cuda" and its version, or "cpu", as also where the environment
+# has one already; nothing if pip finds none.
+newest_build() {
+    local report
+    report=$("$VENV/bin/python" -m pip install --dry-run --quiet --report - "$@") || return 0
     "$VENV/bin/python" -c '
 import json, sys
-report = sys.stdin.read()
-names = [item["metadata"]["name"] for item in json.loads(report)["install"]] if report.strip() else ["nvidia-?"]
-sys.exit(any(name.startswith("nvidia-") for name in names))'
+versions = {item["metadata"]["name"]: item["metadata"]["version"] for item in json.load(sys.stdin)["install"]}
+has_cuda = "torch" in versions and any(name.startswith("nvidia-") for name in versions)
+print("cuda " + versions["torch"] if has_cuda else "cpu")' <<<"$report"
 }
