@@ -9,13 +9,31 @@ from __future__ import annotations
 import megatron3d.runtime.interrupt  # noqa: F401
 
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
+from importlib import import_module
 
 from megatron3d.config.cli import Arguments, parse_args, resolve, run_check
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.errors import ExitCode
 from megatron3d.runtime import process
 from megatron3d.runtime.program import StartupPhases, StopSignal, outlive_readers
+
+# Imported by every rank of a run; the last two by numpy.unique and by torch's first backward.
+IMPORTED = (
+    *("megatron3d.train.build", "megatron3d.train.loop", "megatron3d.runtime.watchdog"),
+    *("numpy.ma", "torch.fx.experimental.symbolic_shapes"),
+)
+
+
+def preload(argv: Sequence[str], world_size: int) -> None:
+    """Import what the ranks of a run need, in the process that they are forked from; raises what all of them would."""
+    arguments = parse_args(argv)
+    if not (arguments.check or arguments.dry_run):
+        resolve(arguments.config, arguments.overrides, world_size)
+        print("> importing torch", file=sys.stderr, flush=True)
+        for name in IMPORTED:
+            import_module(name)
 
 
 def main() -> int:

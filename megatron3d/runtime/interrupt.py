@@ -13,22 +13,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-from megatron3d.errors import ExitCode
-
 PACKAGE = Path(__file__).parents[1]
 
 
-def _leave(number: int, _: FrameType | None) -> None:
-    """End the process; it has not done anything yet."""
+def leave(number: int, _: FrameType | None = None) -> None:
+    """End the process, as on signal `number`; it has not done anything yet."""
     with contextlib.suppress(OSError):
         os.write(2, f"{Path(sys.argv[0]).name}: stopped; nothing was written\n".encode())
-    os._exit(ExitCode.INTERRUPTED)
+    os._exit(128 + number)
 
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
     """In a program's process, let Ctrl-C interrupt the body, and ignore it once the exit code is known."""
-    if signal.getsignal(signal.SIGINT) is not _leave:
+    if signal.getsignal(signal.SIGINT) is not leave:
         yield
         return
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -44,5 +42,10 @@ def _is_program() -> bool:
     return path.parent in (PACKAGE.parent, PACKAGE.parent / "tools") or path.is_relative_to(PACKAGE)
 
 
-if _is_program() and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
-    signal.signal(signal.SIGINT, _leave)
+def prepare() -> None:
+    """Let Ctrl-C end a program with one line until its own work begins."""
+    if _is_program() and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+        signal.signal(signal.SIGINT, leave)
+
+
+prepare()

@@ -122,11 +122,16 @@ def flight_recorder(backend: str) -> Callable[[], bytes]:
     return bytes if dump is None else lambda: dump(includeStackTraces=False)
 
 
-def environ_of_rank(rank: int, num_ranks: int, port: int) -> dict[str, str]:
-    """Return the environment of one of the ranks that this process starts on this machine."""
+def limit_threads(num_ranks: int) -> None:
+    """Divide the cores among ranks that this process will fork; torch, not imported yet, reads the environment."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(num_cores() // num_ranks or 1))
+
+
+def become_rank(rank: int, num_ranks: int, port: int) -> None:
+    """Give this process, forked by a launcher, the environment of one of its ranks on this machine."""
     values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
     texts = {name: str(value) for name, value in (values | {"MASTER_PORT": port}).items()}
-    return {"OMP_NUM_THREADS": str(num_cores() // num_ranks or 1)} | os.environ | {"MASTER_ADDR": "localhost"} | texts
+    os.environ.update({"MASTER_ADDR": "localhost"} | texts)
 
 
 def _attempt() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 from megatron3d.config.cli import resolve
 from megatron3d.config.read import read_config
 from megatron3d.metrics.journal import read_journal
-from tests.support.tiny_run import ROOT, evaluations, in_run, run, steps, write_config
+from tests.support.tiny_run import ROOT, evaluations, in_run, launch_forked, run, steps, write_config
 
 NUM_ITERS = 60
 STEP_KEYS = {
@@ -138,6 +139,40 @@ def test_every_precision_is_close_to_float64(config: Path, precision: str, band:
     worst = max(abs(low / high - 1) for low, high in zip(found[precision], found["fp64"], strict=True))
     assert 0 < worst < band, f"{precision} departs from float64 by {worst:.1e}"
     assert found["fp64"][-1] < found["fp64"][0] - 1
+
+
+IMPORTING = """
+import json, sys
+from megatron3d.runtime import process
+import pretrain_gpt
+def preload(*given):
+    import torch
+    def refuse(*_):
+        raise AssertionError("starts CUDA before the fork")
+    kept = torch.cuda.is_available, torch.cuda.device_count
+    torch.cuda.is_available = torch.cuda.device_count = refuse
+    pretrain_gpt.preload(*given)
+    torch.cuda.is_available, torch.cuda.device_count = kept
+if __name__ == "__main__":
+    before = set(sys.modules)
+    code = process.run_program(pretrain_gpt.main)
+    print(json.dumps(sorted(set(sys.modules) - before)))
+    sys.exit(code)
+"""
+
+
+def test_ranks_of_one_machine_share_all_imports(config: Path, tmp_path: Path) -> None:
+    """Bugs that this finds: each rank imports a large module itself, or what is imported once starts CUDA."""
+    (tmp_path / "importing.py").write_text(IMPORTING)
+    layout = ["parallel.pipeline_model_parallel_size=2", "checkpoint.async_save=true", "train.eval_interval=2"]
+    typed = ["--config", str(config), *in_run(f"{tmp_path}/run"), *layout]
+    child = launch_forked(str(tmp_path / "importing.py"), 2, *typed)
+    out, err = child.communicate(timeout=120)
+    assert child.returncode == 0, err
+    found = [json.loads(line) for line in out.splitlines() if line.startswith("[")]
+    assert len(found) == 2
+    large = ("megatron3d", "torch", "numpy", "sympy", "triton", "pydantic", "yaml", "safetensors")
+    assert [name for names in found for name in names if name.partition(".")[0] in large] == []
 
 
 def test_check_of_the_quickstart_without_torch(config: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import time
@@ -24,6 +25,7 @@ from megatron3d.runtime import process
 from megatron3d.train import loop
 from tests.support.pool import Pool
 from tests.support.tiny_run import (
+    LAUNCHED,
     evaluations,
     in_run,
     launch,
@@ -266,7 +268,7 @@ def test_a_signal_to_launch_local(
     wait_for(child, "iteration        3/")
     (os.killpg if number == signal.SIGINT else os.kill)(child.pid, number)
     code, out, err = finish(child)
-    assert (code, err) == (ExitCode.STOPPED, "")
+    assert code == ExitCode.STOPPED and re.fullmatch(LAUNCHED, err), err
     assert "> saved" in out
     last = steps(tmp_path / "run")[-1][0]
     assert run(config, *settings, f"train.train_iters={last + 2}").code == ExitCode.DONE

@@ -193,6 +193,15 @@ def launch(program: Sequence[str], num_ranks: int = 1) -> subprocess.Popen[str]:
     return _session([sys.executable, *(launcher if num_ranks > 1 else []), *program])
 
 
+# What scripts/launch_local.sh says on standard error.
+LAUNCHED = r"> importing torch\n> starting [0-9]+ ranks? after [0-9]+\.[0-9] s\n"
+
+
+def launch_forked(program: str, num_ranks: int, *arguments: str) -> subprocess.Popen[str]:
+    """Start a program as ranks of the launcher of scripts/launch_local.sh."""
+    return _session([sys.executable, "-m", "megatron3d.runtime.local_ranks", program, str(num_ranks), *arguments])
+
+
 def launch_local(num_ranks: int, *arguments: str) -> subprocess.Popen[str]:
     """Start pretrain_gpt.py through scripts/launch_local.sh."""
     return _session(["bash", "scripts/launch_local.sh", str(num_ranks), *arguments])
