@@ -2,6 +2,7 @@
 # Start short runs of many layouts one after another, and count those that do not end with exit code 0.
 #     scripts/soak.sh [--load] [COUNT]      COUNT runs (default 1,000), each at a port of its own
 #     scripts/soak.sh ... 2> /dev/null      without a line per run
+# Every 20th run is started by torchrun, the others by scripts/launch_local.sh, whose ranks share their imports.
 # With --load as many busy processes as there are cores run beside them, so that ranks are late at other places.  The output
 # of each run that fails, or takes longer than SOAK_TIMEOUT_S (300), is kept in SOAK_FOLDER (runs/soak).
 set -euo pipefail
@@ -43,24 +44,27 @@ from tests.support.tiny_run import write_config
 write_config(Path(sys.argv[1]))" "$work"
 
 export OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES=
+torchrun=("$VENV/bin/python" -m torch.distributed.run --standalone)
 declare -A codes=()
 for ((i = 1; i <= count; i++)); do
     layout=${layouts[(i - 1) % ${#layouts[@]}]}
     read -ra words <<<"$layout"
-    code=0
-    timeout -k 10 "${SOAK_TIMEOUT_S:-300}" bash scripts/launch_local.sh "${words[0]}" --config "$work/tiny.yaml" \
+    code=0 wanted=0 launcher=launch_local.sh start=(bash scripts/launch_local.sh "${words[0]}")
+    if [[ $layout == *exit_interval* ]]; then wanted=3; fi
+    if ((i % 20 == 0)); then # torchrun takes a stop on request, code 3, for a crash
+        wanted=0 launcher=torchrun start=("${torchrun[@]}" --nproc-per-node "${words[0]}" pretrain_gpt.py)
+    fi
+    timeout -k 10 "${SOAK_TIMEOUT_S:-300}" "${start[@]}" --config "$work/tiny.yaml" \
         train.train_iters=3 checkpoint.save_interval=2 "checkpoint.save=$work/run" checkpoint.load=null "${words[@]:1}" \
         >"$work/output" 2>&1 || code=$?
-    wanted=0
-    if [[ $layout == *exit_interval* ]]; then wanted=3; fi
     if ((code != wanted)); then
         mv "$work/output" "$folder/$(printf '%04d' "$i")-code$code.log"
-        echo "$layout" >>"$folder/$(printf '%04d' "$i")-code$code.log"
+        echo "$launcher $layout" >>"$folder/$(printf '%04d' "$i")-code$code.log"
     fi
     if ((code == wanted)); then code=0; fi
     codes[$code]=$((${codes[$code]:-0} + 1))
     rm -rf "$work/run"
-    echo "$i/$count: code $code, $layout" >&2
+    echo "$i/$count: code $code, $launcher $layout" >&2
 done
 for code in "${!codes[@]}"; do echo "exit code $code: ${codes[$code]} runs"; done
 ((${codes[0]:-0} == count)) || {

@@ -308,7 +308,8 @@ def test_rank_0_does_not_wait_for_a_rank_that_has_died(tmp_path: Path) -> None:
         """
         process.LEAVE_S = 1.0
         with process.start(timeout_s=60) as place:
-            import os, time
+            import os, torch
+            torch.distributed.barrier()
             if place.rank == 1:
                 os._exit(7)
         """,
