@@ -33,15 +33,7 @@ from megatron3d.config.schema import ModelConfig
 from megatron3d.convert.config_json import model_type_of, read_settings
 from megatron3d.convert.family_table import MODEL_TYPES
 from megatron3d.convert.fields import HubConfig
-from megatron3d.convert.tensor_names import (
-    LAYER,
-    MTP_COPIES,
-    TIED_HEAD,
-    FileTensor,
-    Place,
-    RowRange,
-    file_tensors,
-)
+from megatron3d.convert.tensor_names import LAYER, MTP_COPIES, TIED_HEAD, FileTensor, Place, RowRange, file_tensors
 from megatron3d.data.token_files.files import is_path
 from megatron3d.data.tokenizers.special_tokens import MAX_BYTES
 from megatron3d.data.tokenizers.tokenizer import build_tokenizer
