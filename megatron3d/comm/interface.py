@@ -18,8 +18,6 @@ from megatron3d.parallel.mesh import Axes, Link, Mesh
 PutProduct = Callable[[Tensor, Tensor, Tensor], None]
 # Rows that go to each rank, or come from it.
 Counts = Sequence[int]
-
-
 T = TypeVar("T", default=Tensor)
 
 

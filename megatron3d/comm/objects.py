@@ -30,8 +30,6 @@ FAN_IN = 32
 # The store refuses values of more than 8 MiB.
 CHUNK_BYTES = 4 * 2**20
 _HEADER_BYTES = 8
-
-
 _PATH = "__path__"
 
 
@@ -190,8 +188,6 @@ def background_comm(mesh: Mesh) -> ObjectCollectives:
 
 
 T = TypeVar("T")
-
-
 # Number, reason and file of an OSError.
 Fault = tuple[int, str, str | None]
 

@@ -98,8 +98,6 @@ def all_gather_by_parts(comm: Comm, x: Tensor, parts: tuple[Axes, ...]) -> Pendi
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
-
-
 # Returns the context manager in which a rank waits for a collective over these axes.
 WaitHook = Callable[[Axes], AbstractContextManager[None]]
 

@@ -1,4 +1,4 @@
-"""Read a YAML file as a list of entries, each with its line.
+"""Read a YAML file as a list of entries, each with its line, the mark of PyYAML's node.
 
 Plain scalars follow YAML 1.2's core schema: `1e-3` is a number and `on` is text, but a string and a boolean in PyYAML.
 ruamel.yaml would need the same table of scalars (it reads `2001-01-01` as a date and refuses `=`) and composes

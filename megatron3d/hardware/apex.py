@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
-from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from importlib.metadata import Distribution, distributions
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -50,7 +50,7 @@ class Apex:
 
 def find_apex() -> Apex:
     """Return the apex package that an import would find, without importing it."""
-    found, metadata = find_spec("apex"), _metadata()
+    found, metadata = find_spec("apex"), next(iter(distributions(name="apex")), None)
     if found is None:
         return Apex("none")
     if metadata is not None and _is_web_toolkit(metadata):
@@ -110,13 +110,6 @@ def _load(module: str, asked_by: str) -> ModuleType:
             f"{asked_by}=apex: {find_apex()}, but {module} does not load with torch {torch.__version__} ({error}); "
             f"install it again with this torch ({INSTALL}), or use {asked_by} torch"
         ) from error
-
-
-def _metadata() -> Distribution | None:
-    try:
-        return distribution("apex")
-    except PackageNotFoundError:
-        return None
 
 
 def _is_web_toolkit(metadata: Distribution) -> bool:

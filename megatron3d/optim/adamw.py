@@ -51,8 +51,6 @@ class ParamGroup:
 Update = Callable[[ParamGroup, OptimizerConfig, float, Tensor, Tensor], None]
 # Returns the update of a rule by its configured kernel, given this rank's master weights and state tensors.
 ChooseUpdate = Callable[[OptimizerConfig, Sequence[Tensor], Sequence[Tensor]], Update]
-
-
 # Elements that `update_chunked` updates at once: on a CPU they fit a core's cache, on a GPU they amortize launches.
 CPU_CHUNK, GPU_CHUNK = 2**18, 2**22
 _MAX_KERNEL_SIZE = 2**30

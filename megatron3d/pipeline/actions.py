@@ -61,8 +61,6 @@ RankOfStage = Callable[[int, int], int]
 _KINDS = "|".join(sorted((kind.value for kind in ActionKind), key=len, reverse=True))
 _TEXT = re.compile(rf"([0-9]{{1,18}})({_KINDS})([0-9]{{0,18}})")
 _PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
-
-
 _OVERLAPPED = ({ActionKind.F, ActionKind.B}, {ActionKind.F, ActionKind.I})
 
 

@@ -20,8 +20,6 @@ _STEP_STRIDE = 1009
 # Variables of rank, world size, local rank and local world size.
 _OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
 _MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-
-
 MAX_PORT = 65535
 
 
