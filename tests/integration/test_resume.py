@@ -29,6 +29,7 @@ from tests.support.tiny_run import (
     evaluations,
     in_run,
     launch,
+    launch_forked,
     launch_local,
     run,
     run_as_rank,
@@ -307,20 +308,21 @@ def test_a_killed_rank_ends_the_run_and_leaves_the_checkpoint_whole(
     program = tmp_path / "victim.py"
     program.write_text(
         "import os, signal, sys\nfrom megatron3d.runtime import process\nfrom megatron3d.train import loop\n"
-        "import pretrain_gpt\nstep = loop.train_step\n"
+        "import pretrain_gpt\nfrom pretrain_gpt import preload\nstep = loop.train_step\n"
         "def train_step(state, *rest, **named):\n"
         "    if state.iteration == 5 and os.environ['RANK'] == '1':\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
         "    return step(state, *rest, **named)\n"
-        "loop.train_step = train_step\nsys.exit(process.run_program(pretrain_gpt.main))\n"
+        "if __name__ == '__main__':\n"
+        "    loop.train_step = train_step\n    sys.exit(process.run_program(pretrain_gpt.main))\n"
     )
     settings = [*in_run(f"{tmp_path}/run"), *FP64, "checkpoint.save_interval=4"]
-    typed = [str(program), "--config", str(config), *settings, f"parallel.{axis}_model_parallel_size=2"]
-    child = launch(typed, num_ranks=2)
+    typed = ["--config", str(config), *settings, f"parallel.{axis}_model_parallel_size=2"]
+    child = launch_forked(str(program), 2, *typed)
     wait_for(child, "iteration        5/")
     began = time.monotonic()
     code, _, err = finish(child)
-    assert code not in (ExitCode.DONE, ExitCode.STOPPED), err
+    assert code == 128 + signal.SIGKILL and "> rank 1 was killed by SIGKILL\n" in err, err
     assert time.monotonic() - began < 30
     assert run(config, *settings).code == ExitCode.DONE
     assert_near_run(tmp_path / "run", whole)
