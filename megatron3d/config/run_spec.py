@@ -30,7 +30,7 @@ from megatron3d.model.spec import CORE_ATTN, UNIFORM, Architecture, Recompute
 from megatron3d.model.stage_plan import divide, make_stages
 from megatron3d.ops.plan import CPU_LOSS_CHUNK, GPU_LOSS_CHUNK, LossChunk
 from megatron3d.parallel.layout import Sharding, bucket_bytes
-from megatron3d.parallel.mesh import Mesh
+from megatron3d.parallel.mesh import Axes, Mesh
 from megatron3d.parallel.modes import MODES, build_mode
 from megatron3d.parallel.modes.mode import Mode
 from megatron3d.parallel.parallel_state import ParallelSizes, ParallelState
@@ -168,7 +168,12 @@ class RunSpec:
     def parallel_state(self) -> ParallelState:
         """The place of this rank among all ranks: its groups, links, ranks and sizes."""
         axes, links = communication_axes(self.arch, self.mode, self.mesh), pipeline_links(self.arch, self.pipeline)
-        return ParallelState(self.mesh, axes, links, exposed_axes(self.arch, self.mode, self.mesh, self.overlap))
+        return ParallelState(self.mesh, axes, links)
+
+    @cached_property
+    def exposed_axes(self) -> tuple[Axes, ...]:
+        """Sets of mesh axes whose collectives overlap with no computation, of those that the run communicates over."""
+        return exposed_axes(self.arch, self.mode, self.mesh, self.overlap)
 
     @cached_property
     def sharding(self) -> Sharding:

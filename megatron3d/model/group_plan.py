@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -30,13 +31,14 @@ def communication_axes(arch: Architecture, mode: Mode, mesh: Mesh) -> tuple[Axes
     inner_features = mesh.nontrivial(inner_features)
     sets += [features, inner_tokens]
     sets += [inner_features[start:] for start in range(len(inner_features))]
-    sets += _gradient_axes(arch, mode, mesh)
+    specs = _specs(arch, mode)
+    sets += _gradient_axes(specs, mesh)
     sets += _mtp_axes(mode, mesh) if arch.mtp_num_layers else []
     sets += [*_context_axes(mode), (*DATA, *mode.context)] if mode.context else []
     if arch.experts is not None:
         copies = mesh.without((*DATA, *mode.context), (*mode.experts, *mode.etensor))
         sets += [(axis,) for axis in copies] if mode.pieces else []
-        sets += [mode.experts, mode.etensor, *_expert_shard_axes(arch, mode, mesh), mode.copies]
+        sets += [mode.experts, mode.etensor, *_expert_shard_axes(specs, mesh), mode.copies]
         sets += [tuple(axis for axis in mode.home if axis not in mode.batch_axes)]
     unique = _unique(sets, mesh)
     everything = mesh.nontrivial(mesh.names)
@@ -53,14 +55,16 @@ def exposed_axes(arch: Architecture, mode: Mode, mesh: Mesh, overlap: TPOverlap)
     sets = [axes for plan in plans for axes in _plan_axes(plan)]
     busy = [move.axes for plan in plans for move in overlapped(plan, overlap)]
     busy += [move.axes for move in mode.expand.on(mesh).dx_moves]  # the LM head's, whose chunks always overlap
-    busy += [*_gradient_axes(arch, mode, mesh), *_context_axes(mode)]
+    specs = _specs(arch, mode)
+    busy += [*_gradient_axes(specs, mesh), *_context_axes(mode)]
     sets += [*latent_axes(mode.expand.on(mesh))] if arch.is_latent else []
     sets += _mtp_axes(mode, mesh) if arch.mtp_num_layers else []
     if arch.experts is not None:
         sets += [mode.experts, mode.etensor, mode.copies]
         busy += [mode.experts] if arch.experts.shared_ffn_hidden_size else []
-        busy += _expert_shard_axes(arch, mode, mesh)
-    return tuple(axes for axes in _unique(sets, mesh) if axes not in _unique(busy, mesh))
+        busy += _expert_shard_axes(specs, mesh)
+    hidden = _unique(busy, mesh)
+    return tuple(axes for axes in _unique(sets, mesh) if axes not in hidden)
 
 
 def _unique(sets: list[Axes], mesh: Mesh) -> tuple[Axes, ...]:
@@ -77,15 +81,15 @@ def _specs(arch: Architecture, mode: Mode) -> list[ParamSpec]:
     return list(param_specs(one_of_each, mode).values())
 
 
-def _gradient_axes(arch: Architecture, mode: Mode, mesh: Mesh) -> list[Axes]:
+def _gradient_axes(specs: Sequence[ParamSpec], mesh: Mesh) -> list[Axes]:
     """Return the sets over which gradients are summed, during backward, and weights gathered, during forward."""
-    reduced = [spec.reduce_axes(mesh) for spec in _specs(arch, mode)]
+    reduced = [spec.reduce_axes(mesh) for spec in specs]
     return [*reduced, mesh.zero, DATA[:1], *(mesh.without(axes, mesh.zero) for axes in reduced)]
 
 
-def _expert_shard_axes(arch: Architecture, mode: Mode, mesh: Mesh) -> list[Axes]:
+def _expert_shard_axes(specs: Sequence[ParamSpec], mesh: Mesh) -> list[Axes]:
     """Return the sets over which ZeRO shards parameters that data-parallel axes split already, as those of experts."""
-    return [mesh.without(mesh.zero, spec.axes) for spec in _specs(arch, mode)]
+    return [mesh.without(mesh.zero, spec.axes) for spec in specs]
 
 
 def _context_axes(mode: Mode) -> list[Axes]:

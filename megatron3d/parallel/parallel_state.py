@@ -110,13 +110,11 @@ class ParallelState:
         mesh: the grid of ranks, seen from this one.
         group_axes: sets of mesh axes that the run communicates over, a process group each, in the order of creation.
         links: pairs of pipeline ranks that send to each other.
-        exposed_axes: those of `group_axes` whose collectives overlap with no computation.
     """
 
     mesh: Mesh
     group_axes: tuple[Axes, ...] = ()
     links: tuple[Link, ...] = ()
-    exposed_axes: tuple[Axes, ...] = ()
 
     def on_rank(self, rank: int) -> ParallelState:
         """Return the state of another rank of the same run."""

@@ -59,7 +59,7 @@ def connect(spec: RunSpec) -> ProcessComm:
     """Create this rank's process groups and links, for everything that the run communicates."""
     state, minutes = spec.parallel_state, spec.config.train.distributed_timeout_minutes
     timeout = group_timeout(60 * minutes)
-    return ProcessComm(state.mesh, state.group_axes, state.links, timeout, exposed=state.exposed_axes)
+    return ProcessComm(state.mesh, state.group_axes, state.links, timeout, exposed=spec.exposed_axes)
 
 
 def build_state(

@@ -91,8 +91,8 @@ def watched_step(spec: RunSpec) -> _Watched:
 def test_no_gemm_runs_during_the_collectives_of_an_exposed_group(place: int, tmp_path: Path) -> None:
     _, config, num_ranks = build(ROWS[place], tmp_path)
     spec = RunSpec(config, num_ranks, VOCAB_SIZE, num_ranks - 1)
-    assert set(spec.parallel_state.exposed_axes) <= set(spec.parallel_state.group_axes)
-    assert watched_step(spec).overlapped.isdisjoint(spec.parallel_state.exposed_axes)
+    assert set(spec.exposed_axes) <= set(spec.parallel_state.group_axes)
+    assert watched_step(spec).overlapped.isdisjoint(spec.exposed_axes)
 
 
 DENSE = {**next(iter(MODELS.values())), "num_layers": 1}
@@ -119,4 +119,4 @@ def test_a_group_is_exposed_where_nothing_overlaps_with_what_it_moves(what: str)
     spec = RunSpec(configure(model, parallel, micro_batch_size=4, global_batch_size=16), num_ranks, VOCAB_SIZE)
     found = watched_step(spec)
     assert axes in found.used
-    assert is_exposed == (axes in spec.parallel_state.exposed_axes) == (axes not in found.overlapped)
+    assert is_exposed == (axes in spec.exposed_axes) == (axes not in found.overlapped)
