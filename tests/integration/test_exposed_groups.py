@@ -98,7 +98,7 @@ def test_no_gemm_runs_during_the_collectives_of_an_exposed_group(place: int, tmp
 DENSE = {**next(iter(MODELS.values())), "num_layers": 1}
 SHARED = {"moe_shared_expert_intermediate_size": 16}
 EXPERTS = next(keys for keys in MODELS.values() if "num_moe_experts" in keys and SHARED.keys().isdisjoint(keys))
-EXPERTS = EXPERTS | {"num_layers": 2, "moe_layer_freq": 1}
+EXPERTS = {**EXPERTS, "num_layers": 2, "moe_layer_freq": 1}
 OVER_DATA = {"expert_model_parallel_size": 2, "moe_token_dispatcher_type": "alltoall"}
 IN_3D = {"tensor_parallel_mode": "3d", "tensor_parallel_form": "tokens", "tensor_parallel_shape": (2, 2, 2)}
 NO_OVERLAP = {f"tp_comm_overlap_{name}": False for name in ("input_grad", "weight_grad", "weight_gather")}
