@@ -7,6 +7,7 @@ Letters: B sequences, S positions, N query heads, G key/value heads, D features 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -58,17 +59,21 @@ class Visible:
             see &= distance < self.window
         starts = [start for start in self.starts[row] if keys.start < start < keys.stop] if self.starts else []
         if starts:
-            bounds = torch.tensor(starts, device=device)
+            bounds = positions_of(starts, device)
             document = [torch.bucketize(at, bounds, right=True) for at in (q, k)]
             see &= document[0].unsqueeze(1) == document[1]
         return see
 
 
 def positions_of(places: Sequence[int], device: torch.device) -> Tensor:
-    """Return positions as int64 on the device."""
-    if isinstance(places, range):
-        return torch.arange(places.start, places.stop, device=device)
-    return torch.tensor(places, device=device)
+    """Return ascending positions as int64, made on the device: it would wait for a copy of the host's."""
+    runs, first = list[Tensor](), 0
+    while first < len(places):
+        start = places[first]
+        last = bisect_right(range(len(places)), start - first, lo=first, key=lambda index: places[index] - index)
+        runs.append(torch.arange(start, start + last - first, device=device))
+        first = last
+    return torch.cat(runs) if len(runs) > 1 else runs[0]
 
 
 class Kernel(Protocol):

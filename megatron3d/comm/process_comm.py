@@ -8,7 +8,7 @@ would be one communicator more, with its own memory on every GPU, for a few numb
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -25,12 +25,17 @@ from megatron3d.parallel.mesh import Axes, Link, Mesh, disjoint_cover
 from megatron3d.runtime.machine import CPU_BACKEND, FAKE_BACKEND, GPU_BACKEND
 
 
+def _in_order(shards: Tensor, order: Sequence[int]) -> Tensor:
+    """Return the shards in this order; an index would be copied to the device, which the host waits for."""
+    return torch.stack([shards[place] for place in order])
+
+
 def joined(x: Tensor, ranks: int, order: list[int] | None, dim: int) -> Tensor:
     """Return shards, one below the other in the group's order, concatenated along `dim` in the order of the axes."""
     if dim == 0 and order is None:
         return x
     shards: Tensor = x.unflatten(0, (ranks, -1))
-    shards = shards if order is None else shards[order]
+    shards = shards if order is None else _in_order(shards, order)
     return shards.movedim(0, dim).flatten(dim, dim + 1)
 
 
@@ -38,7 +43,7 @@ def below_one_another(x: Tensor, ranks: int, order: list[int] | None, dim: int) 
     """Return the shards of `x` along `dim`, contiguous and one below the other in the group's order."""
     if dim != 0 or order is not None:
         shards = x.unflatten(dim, (ranks, -1)).movedim(dim, 0)
-        shards = shards if order is None else shards[[order.index(place) for place in range(ranks)]]
+        shards = shards if order is None else _in_order(shards, [order.index(place) for place in range(ranks)])
         x = shards.flatten(0, 1)
     return x.contiguous()
 
@@ -298,9 +303,9 @@ class ProcessComm:
             return completed(x)
         assert len(x) == ranks, f"{tuple(x.shape)} does not have one block for each of {axes}={ranks} ranks"
         order = self._order(axes)
-        x = (x if order is None else x[[order.index(place) for place in range(ranks)]]).contiguous()
+        x = x.contiguous() if order is None else _in_order(x, [order.index(place) for place in range(ranks)])
         work = dist.all_to_all_single(out := torch.empty_like(x), x, group=group, async_op=True)
-        return self._pending(work, out, axes, lambda out: out if order is None else out[order])
+        return self._pending(work, out, axes, lambda out: out if order is None else _in_order(out, order))
 
     def all_to_all_rows(self, x: Tensor, sent: Counts, received: Counts, axes: Axes) -> Pending:
         group, ranks = self._group(axes, "all_to_all")

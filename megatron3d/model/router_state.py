@@ -85,6 +85,7 @@ class RouterState:
         self._held: list[str] = []
         self._tables: dict[str, Tensor] = {}
         self._counts: Tensor | None = None
+        self._held_L = torch.zeros(0, dtype=torch.int64)  # rows of the counts, on the device: a list would be copied
         self._is_counting = self._is_watching = False
         self.choices: list[tuple[str, Tensor, Tensor]] | None = None
 
@@ -98,6 +99,7 @@ class RouterState:
         if self._experts is None:
             return
         shape = len(self._held), self._experts.num_experts
+        self._held_L = torch.tensor([self.names.index(name) for name in self._held], dtype=torch.int64, device=device)
         self._counts = torch.zeros(self._counts_shape, dtype=torch.float64, device=device)
         if self._experts.has_expert_bias:
             self._tables[EXPERT_BIAS] = torch.zeros(shape, device=device)
@@ -152,8 +154,7 @@ class RouterState:
         self._is_counting = False
         mine = self._counts.clone()
         if (bias_LE := self.tables().get(EXPERT_BIAS)) is not None and is_first(comm.mesh):
-            held = [self.names.index(name) for name in self._held]
-            mine[held, -2:] = torch.stack((bias_LE.amin(-1), bias_LE.amax(-1)), -1).to(mine.dtype)
+            mine[self._held_L, -2:] = torch.stack((bias_LE.amin(-1), bias_LE.amax(-1)), -1).to(mine.dtype)
         total = comm.all_reduce(mine, comm.mesh.names).wait()
         choices_LE, rest = total.tensor_split((mine.shape[1] - COUNTS_BESIDES - len(self._balance.logged),), dim=1)
         losses = dict(zip(self._balance.logged, rest.T, strict=False))
@@ -163,8 +164,7 @@ class RouterState:
         """Move biases towards an even load, and keep the load; where a step is skipped (1.0) both stay."""
         if counts is None or not self.tables():
             return
-        held = [self.names.index(name) for name in self._held]
-        mine_LE, done = counts.choices_LE[held], 1 - skipped
+        mine_LE, done = counts.choices_LE[self._held_L], 1 - skipped
         total_L1 = mine_LE.sum(-1, keepdim=True)
         if (bias_LE := self._tables.get(EXPERT_BIAS)) is not None:
             bias_LE += self._balance.bias_update_rate * done * (total_L1 - mine_LE * mine_LE.shape[1]).sign().float()

@@ -6,13 +6,15 @@ in a step, and numbers that are read from the device after the next step was enq
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megatron3d.attention.packed import positions_of
+from megatron3d.comm.process_comm import below_one_another, joined
 from megatron3d.train import loop
 from megatron3d.train.monitor.monitor import Monitor
 from megatron3d.train.rollback import Rollbacks
@@ -20,8 +22,18 @@ from megatron3d.train.step import HostNumbers, Readout, StepResult, train_step
 from tests.support.host_reads import NoHostReads
 from tests.support.tiny_run import run, write_config
 
+EXPERTS = (
+    "model.family=llama",
+    "model.num_moe_experts=4",
+    "model.moe_router_topk=2",
+    "model.moe_router_score_function=sigmoid",
+    "model.moe_router_enable_expert_bias=true",
+    "model.moe_shared_expert_intermediate_size=8",
+    "model.moe_expert_capacity_factor=1.0",
+)
 
-@pytest.mark.parametrize("model", [(), ("model.family=llama", "train.precision=bf16")])
+
+@pytest.mark.parametrize("model", [(), ("model.family=llama", "train.precision=bf16"), EXPERTS], ids=len)
 def test_nothing_between_reports_waits_for_the_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: tuple[str, ...]
 ) -> None:
@@ -44,6 +56,25 @@ def test_nothing_between_reports_waits_for_the_device(
     done = run(write_config(tmp_path), "logging.log_interval=100", "train.train_iters=4", *spikes, *model)
     assert done.code == 0, done.err
     assert len(entered) == 4 * 5
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_shards_are_put_in_order_without_an_index_of_the_host(dim: int) -> None:
+    """Collectives over axes in another order than the mesh's."""
+    x, order = torch.arange(24.0).view(6, 4) if dim == 0 else torch.arange(24.0).view(4, 6), [2, 0, 1]
+    shards = x.chunk(3, dim)
+    with NoHostReads():
+        sent = below_one_another(x, 3, order, dim)
+        received = joined(sent, 3, order, dim)
+    assert torch.equal(sent, torch.cat([shards[order.index(place)] for place in range(3)]))
+    assert torch.equal(received, x)
+
+
+@pytest.mark.parametrize("places", [range(3, 9), [5], [0, 1, 2, 7, 8, 20], [1, 3, 5]], ids=str)
+def test_positions_are_made_on_the_device(places: Sequence[int]) -> None:
+    with NoHostReads():
+        found = positions_of(places, torch.device("cpu"))
+    assert found.dtype == torch.int64 and found.tolist() == list(places)
 
 
 def test_a_step_is_read_when_the_next_one_is_enqueued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
