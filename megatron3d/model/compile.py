@@ -1,6 +1,6 @@
 """torch.compile for the layers of a model; what cannot be compiled ends the run with the reason and a way out.
 
-    one graph for all layers of one kind;  a module that communicates stays eager, but for its activation, and splits it
+    one graph for all layers of one kind;  a module that communicates stays eager, but for some functions, and splits it
 
 No part falls back to eager execution: a run would be slower, for days, than its configuration says.
 """
@@ -24,8 +24,8 @@ WAY_OUT = (
 )
 # Graphs of one piece of code, of which torch allows 8: a layer has one for each kind and length, trained and evaluated.
 MAX_GRAPHS = 64
-# Attribute of a module with its activation, a function of one tensor that is worth a kernel of its own.
-ACTIVATION = "activation"
+# Attributes of modules with functions of tensors alone that are worth a kernel of their own.
+FUNCTIONS = ("activation", "rotate")
 
 
 def inductor(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Graph:
@@ -70,7 +70,7 @@ class Compiler:
         torch._dynamo.config.recompile_limit = MAX_GRAPHS
         self._is_opaque, self._compile = is_opaque, backend
         self._dynamic = False if has_one_length else None
-        self._activations: dict[Callable[..., Any], Callable[..., Any]] = {}
+        self._functions: dict[Callable[..., Any], Callable[..., Any]] = {}
         self._opaque_classes: dict[type[nn.Module], Callable[[nn.Module], nn.Module]] = {}
         self.num_graphs = 0
 
@@ -102,7 +102,7 @@ class Compiler:
     def _replace_opaque(self, parent: nn.Module) -> None:
         """Replace each opaque child by an equivalent module that the compiler leaves out of the graph.
 
-        Activations in it are compiled by themselves, for any number of rows.
+        Its `FUNCTIONS` are compiled by themselves, for any number of rows.
         """
         for name, child in parent.named_children():
             self._replace_opaque(child)
@@ -110,14 +110,15 @@ class Compiler:
                 opaque = self._opaque_class(type(child))(child)
                 parent.register_module(name, opaque)
                 for held in map(vars, opaque.modules()):
-                    if (plain := held.get(ACTIVATION)) and plain not in self._activations.values():
-                        held[ACTIVATION] = self._activation(plain)
+                    for key in FUNCTIONS:
+                        if (plain := held.get(key)) and plain not in self._functions.values():
+                            held[key] = self._function(plain)
 
-    def _activation(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the compiled activation, one for all modules that have it."""
-        if plain not in self._activations:
-            self._activations[plain] = self._compiled(plain, True, True)
-        return self._activations[plain]
+    def _function(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the compiled function, one for all modules that have it."""
+        if plain not in self._functions:
+            self._functions[plain] = self._compiled(plain, True, True)
+        return self._functions[plain]
 
     def _opaque_class(self, plain: type[nn.Module]) -> Callable[[nn.Module], nn.Module]:
         """Return a subclass of `plain` whose forward is never compiled.

@@ -50,7 +50,7 @@ class Attention(nn.Module):
         kind = attention_kind(arch, index)
         self.window, rotary = kind.window, kind.rotary
         self.rotary = None if rotary is None else rotaries(arch).index(rotary)
-        self.interleaves = arch.rotary_interleaved
+        self.rotate, self.interleaves = rotate, arch.rotary_interleaved
         self.site, self.dropout = name, arch.attention_dropout
         self.query_scale = arch.query_scale
         self.tokens, self.context = build.mode.inner[0], build.mode.context
@@ -108,7 +108,7 @@ class Attention(nn.Module):
         cos, sin = tables = at.rotary[self.rotary]
         if at.documents is not None:
             tables = at.rows(cos, self.tokens), at.rows(sin, self.tokens)
-        return rotate(x_BSND, tables, self.interleaves)
+        return self.rotate(x_BSND, tables, self.interleaves)
 
     def attend_heads(self, q: Tensor, k: Tensor, v: Tensor, at: Pass, kept: KeptResult | None) -> Tensor:
         """Return attention's output [M, F] for queries [B, S, N, D], keys and values [B, S, G, D]."""

@@ -20,12 +20,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from megatron3d.attention.rotary import rotate
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.errors import UserError
 from megatron3d.linear.main_grad import MainGrads
 from megatron3d.model.compile import MAX_GRAPHS, Backend, Compiler, Graph
-from megatron3d.model.layers import Layer
+from megatron3d.model.layers import Attention, Layer
 from megatron3d.model.microbatch import Pass
 from megatron3d.model.modules import Linear
 from megatron3d.train.state import TrainState, build_state, connect
@@ -402,6 +403,64 @@ def test_the_activation_of_an_opaque_module_is_compiled(
     assert list(differences(eager, compiled, 1e-12)) == []
 
 
+@pytest.mark.parametrize(
+    ("model", "data", "train"),
+    [
+        ({"window_size": [3, 0]}, {}, {}),
+        ({"attention_softcap": 5.0, "rotary_interleaved": True}, {}, {}),
+        ({"softmax_type": "learnable", "rotary_percent": 0.5}, {}, {"precision": "bf16"}),
+        ({}, {"reset_attention_mask": True}, {"recompute_granularity": "selective"}),
+    ],
+    ids=["window", "softcap", "sinks, bf16", "documents, recomputed"],
+)
+def test_the_rotary_embedding_of_eager_attention_is_compiled(
+    model: dict[str, Any], data: dict[str, Any], train: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eager, it would be a kernel for each of its operators; it rounds as often, to the dtype of queries and keys."""
+    num_runs = [0]
+
+    def counting(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Graph:
+        run, is_rotary = as_autograd_differentiates(graph, inputs), "neg" in str(graph.graph)
+
+        def counted(*args: Any) -> Any:
+            num_runs[0] += is_rotary
+            return run(*args)
+
+        return counted
+
+    monkeypatch.setattr("megatron3d.train.state.Compiler", partial(Compiler, backend=counting))
+    sizes = {"family": "llama", "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 8}
+    train = {"global_batch_size": 2, "micro_batch_size": 1, "precision": "fp64"} | train
+    sections = [{"model": sizes | model, "data": data, "train": {**train, "compile": each}} for each in (False, True)]
+    specs = [RunSpec(Config.model_validate(each), 1, 61, 0) for each in sections]
+    eager, compiled = (trace(spec, connect(spec), 3) for spec in specs)
+    assert eager is not None and compiled is not None, "one process is rank 0"
+    assert num_runs[0] >= 2 * 2 * 3 * 2, "of queries and keys, in each layer, step and microbatch"
+    assert list(differences(eager, compiled, 1e-12)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"rotary_interleaved": True}, {"rotary_percent": 0.5}], ids=str)
+def test_inductor_rotates_as_eager_execution_does(options: dict[str, Any]) -> None:
+    """Forward in bf16 rounds once, and backward as often as autograd, at several batches and numbers of heads."""
+    layer, at, _ = one_layer("llama", True, window_size=[3, 0], **options)
+    attention = layer.attention
+    assert isinstance(attention, Attention) and attention.rotate is not rotate
+    cos, sin = at.rotary[0]
+    for batch, heads in ((2, 4), (3, 2)):
+        x = normal(batch * 8, heads * 4, seed=heads).view(batch, 8, heads, 4).bfloat16()
+        results = []
+        for function, wide in ((rotate, torch.float64), (rotate, torch.float32), (attention.rotate, torch.float32)):
+            mine = x.to(wide if wide == torch.float64 else x.dtype).detach().requires_grad_()
+            y = function(mine, (cos.to(wide), sin.to(wide)), attention.interleaves)
+            y.backward(x.flip(0).to(y.dtype))
+            assert mine.grad is not None
+            results.append((y.detach(), mine.grad))
+        torch.testing.assert_close(results[2][0].double(), results[0][0], rtol=2**-8, atol=1e-6)
+        for exact, eager, compiled in zip(*results, strict=True):
+            torch.testing.assert_close(compiled, eager, rtol=0, atol=2**-7 * float(exact.abs().max()))
+
+
 @pytest.mark.parametrize(("family", "precision"), [("gpt2", "fp64"), ("gpt2", "bf16"), ("llama", "fp32")])
 def test_layers_are_one_graph_whose_weight_gradients_accumulate_in_main_grad(
     family: str, precision: str, monkeypatch: pytest.MonkeyPatch
@@ -423,9 +482,9 @@ def test_layers_are_one_graph_whose_weight_gradients_accumulate_in_main_grad(
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
-def one_layer(family: str, compiles: bool) -> tuple[Layer, Pass, Tensor]:
+def one_layer(family: str, compiles: bool, **options: Any) -> tuple[Layer, Pass, Tensor]:
     """Return a layer, compiled by Inductor or not, and its arguments."""
-    model = {"family": family, "num_layers": 1, "hidden_size": 16, "num_attention_heads": 4, "seq_length": 8}
+    model = {"family": family, "num_layers": 1, "hidden_size": 16, "num_attention_heads": 4, "seq_length": 8} | options
     train = {"global_batch_size": 1, "micro_batch_size": 1, "precision": "fp64", "compile": compiles}
     spec = RunSpec(Config.model_validate({"model": model, "train": train}), 1, 61, 0)
     state = build_state(spec, connect(spec), torch.device("cpu"))
