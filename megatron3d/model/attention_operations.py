@@ -31,7 +31,7 @@ from megatron3d.attention.context.plan import (
     key_copies,
 )
 from megatron3d.attention.plan import DROPOUT_PIECE, DROPOUT_ROWS, LONGEST, Kind, Pair, cut, latent_traffic
-from megatron3d.model.linear_spec import DOWN, KV_UP, PROJ, Q_UP, QKV
+from megatron3d.model.linear_spec import DOWN, GATE, KV_UP, PROJ, Q_UP, QKV
 from megatron3d.model.local_sizes import LocalSizes
 from megatron3d.model.operation import INDEX, MemoryKernel, Operation, Scores, Stored, hash_bytes, linear, norm
 from megatron3d.model.spec import CORE_ATTN
@@ -46,7 +46,7 @@ def attention_operations(local: LocalSizes, x: Stored) -> list[Operation]:
     found, heads = _from_latents(local, x) if local.arch.is_latent else _from_qkv(local, x)
     found += [_layout(local), *_exchange(local, heads), _core(local, heads)]
     if local.arch.attention_output_gate:
-        found.append(_gate(local, found[0].output, found[-1].output))
+        found += _gate_of_latents(local, x, found[-1].output) if local.arch.is_latent else _gate(local, found)
     attended = found[-1].output
     return [*found, linear(local, PROJ, attended, local.residual)]
 
@@ -242,7 +242,7 @@ def _core(local: LocalSizes, heads: Heads) -> Operation:
         result=result if local.keeps_result else None,
         scores=scores,
         flops=flops,
-        flops_in_module=flops // 2 if is_whole and not arch.attention_output_gate else None,
+        flops_in_module=flops // 2 if is_whole and (arch.is_latent or not arch.attention_output_gate) else None,
         backward_flops=8 * kv * local.scores(backward=True),
         peaks=peaks,
     )
@@ -258,19 +258,31 @@ def _uncut(local: LocalSizes) -> Iterator[Stored]:
 def _attended(local: LocalSizes) -> Stored:
     """Return attention's output: the input of its gate, or of the output projection."""
     if local.arch.attention_output_gate:
-        return Stored(CORE, "output before its gate", local.inner(local.num_queries * local.arch.kv_channels))
+        return Stored(CORE, "output before its gate", local.inner(local.num_queries * local.arch.value_size))
     return Stored(PROJ, "input", local.inner(local.num_queries * local.arch.value_size))
 
 
-def _gate(local: LocalSizes, qkv: Stored, attended: Stored) -> Operation:
+def _gate(local: LocalSizes, before: Sequence[Operation]) -> list[Operation]:
     """Return the gate of the output, which keeps both factors and the projections with the gate."""
-    width = local.num_queries * local.arch.kv_channels
+    return [_gating(local, before[0].output, before[-1].output, (before[0].output,), CORE_ATTN)]
+
+
+def _gate_of_latents(local: LocalSizes, x: Stored, attended: Stored) -> list[Operation]:
+    """Return the projection of the gate, and the gate, which keeps both factors and is not recomputed."""
+    gate = linear(local, GATE, x, local.inner(local.num_queries * local.arch.value_size))
+    return [gate, _gating(local, gate.output, attended, (), None)]
+
+
+def _gating(
+    local: LocalSizes, gate: Stored, attended: Stored, also_saved: tuple[Stored, ...], module: str | None
+) -> Operation:
+    width = local.num_queries * local.arch.value_size
     return Operation(
         name="attention.gate",
-        reads=(qkv, attended),
+        reads=(gate, attended),
         writes=(Stored(PROJ, "input", local.inner(width)),),
-        saves=(qkv, attended, Stored(CORE, "sigmoid of the gate", local.inner(width))),
-        module=CORE_ATTN,
+        saves=(*also_saved, attended, Stored(CORE, "sigmoid of the gate", local.inner(width))),
+        module=module,
         kernels=(MemoryKernel("activation", 1.5 * local.inner_tokens * width),),
     )
 

@@ -33,7 +33,7 @@ from megatron3d.attention.packed import Visible
 from megatron3d.attention.pairs import VANILLA, Drop, Softmax
 from megatron3d.attention.rotary import rotate
 from megatron3d.model.experts import MoE
-from megatron3d.model.linear_spec import DOWN, KV_UP, PROJ, Q_UP, QKV, layer_linears
+from megatron3d.model.linear_spec import DOWN, GATE, KV_UP, PROJ, Q_UP, QKV, layer_linears
 from megatron3d.model.microbatch import Pass
 from megatron3d.model.modules import MLP, Build, HiddenDropout, Linear, Norm
 from megatron3d.model.spec import CORE_ATTN, MLA_UP_PROJ, attention_kind, has_experts, rotaries
@@ -142,6 +142,7 @@ class LatentAttention(Attention):
 
         c, k_pos = W_down x        k = [W_k norm(c), rotate(k_pos)]        v = W_v norm(c)
         q = W_q x, or W_q norm(W_down x) with a latent of its own; its last features are rotated
+        the output may be multiplied by sigmoid(W_gate x)
 
     All heads share the rotary key.  Generation caches c and the rotary key alone, but on context ranks keys and values.
     """
@@ -154,6 +155,7 @@ class LatentAttention(Attention):
         self.kv_norm = Norm(f"{name}.kv_norm", features, build)
         self.q_up = Linear(layer, Q_UP, build)
         self.kv_up = Linear(layer, KV_UP, build)
+        self.gate_proj = Linear(layer, GATE, build) if arch.attention_output_gate else None
         ranks = build.comm.mesh.size(features)
         self.widths = [size // ranks for size in layer_linears(arch)[DOWN].outputs.values()]
         self.plan, self.comm = build.plan(build.mode.expand), build.comm
@@ -174,6 +176,8 @@ class LatentAttention(Attention):
             inputs = self.q_up(x_MR), self.kv_up(c_MR), whole_features(k_MP, self.plan, self.comm), at
             attend_up = partial(recomputed_attention, self.attend_up) if self.recomputes_core else self.attend_up
             values_MF = attend_up(*inputs)
+        if self.gate_proj is not None:
+            values_MF = values_MF * self.gate_proj(x_MH).sigmoid()
         y_MH: Tensor = self.proj(values_MF)
         return y_MH
 

@@ -31,7 +31,7 @@ from megatron3d.parallel.modes.mode import Mode
 QKV, PROJ, FC1, FC2 = ("attention.qkv", "attention.proj", "mlp.fc1", "mlp.fc2")
 SHARED_FC1, SHARED_FC2 = "mlp.shared_experts.fc1", "mlp.shared_experts.fc2"
 MTP_LINEARS = ("hidden_proj", "embedding_proj")
-DOWN, Q_UP, KV_UP = ("attention.down", "attention.q_up", "attention.kv_up")
+DOWN, Q_UP, KV_UP, GATE = ("attention.down", "attention.q_up", "attention.kv_up", "attention.gate_proj")
 
 
 class LinearSize(NamedTuple):
@@ -81,12 +81,14 @@ def _latent_linears(arch: Architecture) -> dict[str, LinearSize]:
     down = {"kv_down": latent, "k_pos": arch.qk_pos_emb_head_dim}
     queries = {"q": heads * arch.key_size} if rank is None else {"q_up": heads * arch.key_size}
     keys = {"k_up": heads * arch.qk_head_dim, "v_up": heads * arch.value_size}
+    gate = {GATE: LinearSize(True, hidden, {"gate": heads * arch.value_size})} if arch.attention_output_gate else {}
     return {
         DOWN: LinearSize(
             True, hidden, down if rank is None else {"q_down": rank, **down}, arch.has_qkv_bias, to_latent=True
         ),
         Q_UP: LinearSize(True, hidden if rank is None else rank, queries),
         KV_UP: LinearSize(True, latent, keys),
+        **gate,
         **{name: others[name]._replace(has_bias=bias) for name, bias in biases.items()},
     }
 
@@ -179,7 +181,8 @@ def _latent_parameters(arch: Architecture) -> int:
     norm = arch.num_norm_tensors
     down = (h + int(arch.has_qkv_bias)) * (queries + c + positions) + norm * (queries + c)
     keys, values = arch.qk_head_dim, arch.v_head_dim
-    return down + heads * ((queries or h) * (keys + positions) + c * (keys + values) + values * h)
+    outputs = (1 + arch.attention_output_gate) * values * h
+    return down + heads * ((queries or h) * (keys + positions) + c * (keys + values) + outputs)
 
 
 def layer_flops_per_token(arch: Architecture) -> int:

@@ -16,6 +16,7 @@ from megatron3d.model.linear_spec import (
     DOWN,
     FC1,
     FC2,
+    GATE,
     KV_UP,
     MTP_LINEARS,
     PROJ,
@@ -142,6 +143,7 @@ class _Table:
             yield from () if size is None else self.norm(f"{layer}.attention.{name}", size, *self.mode.residual)
         yield from self.linear(layer, Q_UP)
         yield from self.linear(layer, KV_UP)
+        yield from self.linear(layer, GATE) if self.arch.attention_output_gate else ()
 
     def experts(self, layer: str, experts: Experts) -> Named:
         """Yield the parameters of a mixture of experts; those of all experts that a rank holds are one of each kind."""

@@ -94,7 +94,7 @@ EVERYTHING = "latent, experts, ahead"
 
 def model_keys(name: str) -> dict[str, Any]:
     return (
-        {**MODELS["experts"], **MODELS["latent"], "mtp_num_layers": 1, "num_layers": 2}
+        {**MODELS["experts"], **MODELS["latent"], "mtp_num_layers": 1, "num_layers": 2, "attention_output_gate": True}
         if name == EVERYTHING
         else MODELS[name]
     )

@@ -243,6 +243,7 @@ LATENT_MODELS: Mapping[str, Mapping[str, Any]] = {
         "rotary_interleaved": True,
         "normalization": "PlainLayerNorm",
         "softmax_scale": 0.2,
+        "attention_output_gate": True,
         "window_size": (2, 0),
         "window_attn_skip_freq": (0, 1),
         "hidden_dropout": 0.1,

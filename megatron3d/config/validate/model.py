@@ -129,7 +129,6 @@ REPLACED = {
     "kv_channels": "heads have qk_head_dim + qk_pos_emb_head_dim and v_head_dim channels",
     "qk_layernorm": "the latents are always normalized",
     "rotary_percent": "RoPE rotates the last qk_pos_emb_head_dim channels of a head",
-    "attention_output_gate": "its output has no gate",
 }
 
 

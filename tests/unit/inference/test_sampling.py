@@ -54,6 +54,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "qk_head_dim": 3,
         "qk_pos_emb_head_dim": 8,
         "v_head_dim": 5,
+        "attention_output_gate": True,
         "window_size": (3, 0),
         "window_attn_skip_freq": 2,
     },

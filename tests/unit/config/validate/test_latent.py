@@ -23,7 +23,11 @@ def problems(
 
 
 def test_heads_need_not_divide_hidden_size() -> None:
-    assert problems({**LATENT, "attention_softcap": 5.0, "softmax_type": "learnable"}) == problems(LATENT) == []
+    assert (
+        problems({**LATENT, "attention_softcap": 5.0, "softmax_type": "learnable", "attention_output_gate": True})
+        == problems(LATENT)
+        == []
+    )
     assert "does not divide model.hidden_size" in problems({})[0]
 
 
@@ -34,7 +38,6 @@ def test_heads_need_not_divide_hidden_size() -> None:
         ("kv_channels", 16, "heads have qk_head_dim"),
         ("qk_layernorm", True, "latents are always normalized"),
         ("rotary_percent", 0.5, "rotates the last qk_pos_emb_head_dim"),
-        ("attention_output_gate", True, "has no gate"),
         ("position_embedding_type", "none", "use rope"),
         ("qk_pos_emb_head_dim", 7, "use 6 or 8"),
     ],

@@ -129,8 +129,9 @@ MODELS: dict[str, dict[str, Any]] = {
         "qk_pos_emb_head_dim": 8,
         "v_head_dim": 10,
     },
-    "latent attention, queries without latent, dropout": {
+    "latent attention, queries without latent, output gate, dropout": {
         "family": "gpt2",
+        "attention_output_gate": True,
         "position_embedding_type": "rope",
         "num_attention_heads": 8,
         "kv_channels": None,
