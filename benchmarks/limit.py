@@ -36,6 +36,7 @@ from megatron3d.forecast.memory.step_spec import local_sizes
 from megatron3d.forecast.time.layer import Machine
 from megatron3d.forecast.time.operation_table import operation_lists
 from megatron3d.forecast.time.step import load_machine
+from megatron3d.forecast.time.tasks import accesses_of
 from megatron3d.linear.gemm import product
 from megatron3d.model.local_sizes import KERNELS
 from megatron3d.model.operation import Operation
@@ -125,7 +126,8 @@ class Floor:
             yield [partial(one, q, k, v) for one in attend], scores.share
             yield [partial(torch.autograd.grad, y, (q, k, v), dy, retain_graph=True) for y in ys], scores.share
         for kind, elements, _ in operation.kernels:
-            accesses, size = self._machine.accesses(kind), self._dtype.itemsize
+            size = self._dtype.itemsize
+            accesses = accesses_of(kind, size, self._machine.on_gpu)
             if num := accesses.forward + accesses.backward:
                 yield [self._copy(2 * elements * size)], num / 2
         for move in operation.moves:

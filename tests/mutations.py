@@ -106,9 +106,9 @@ MUTATIONS = [
     ),
     Mutation(
         "torch recomputes a layer as a whole in predictions",
-        "forecast/time/layer.py",
-        "GEMMS: -self.linears[last].gemm_s",
-        "GEMMS: 0.0 * self.linears[last].gemm_s",
+        "forecast/time/practices.py",
+        "OTHERS.also(stops_early, with_loss(44.0)",
+        "OTHERS.also(with_loss(44.0)",
         ("tests/unit/forecast/time/test_recomputation.py",),
     ),
     Mutation(
@@ -184,8 +184,8 @@ MUTATIONS = [
     Mutation(
         "bounds of layouts that count a forward twice",
         "forecast/search/bounds.py",
-        "is_full * times.forward.total",
-        "(1 + is_full) * times.forward.total",
+        "(each.forward.total + each.backward.total for",
+        "(2 * each.forward.total + each.backward.total for",
         ("tests/unit/forecast/search/test_search.py",),
     ),
     Mutation(
@@ -336,9 +336,9 @@ MUTATIONS = [
     ),
     Mutation(
         "shared experts hide tokens twice as long as their GEMMs take",
-        "forecast/time/layer.py",
-        "plus(self._sent(operation, operation.sent, False))",
-        "plus(self._sent(operation, operation.sent, False, 2))",
+        "forecast/time/tasks.py",
+        "2 if phases == WHOLE else 1",
+        "2",
         ("tests/unit/forecast/time/test_expert_layer.py",),
     ),
     Mutation(

@@ -236,7 +236,7 @@ class _Exchange:
             hidden=self._tokens(False),
             hidden_back=self._tokens(True),
             behind=(SHARED_FC1, SHARED_FC2),
-            hides_if="overlaps_shared_experts",
+            hides_if="tokens",
             busiest=self._busiest,
         )
 

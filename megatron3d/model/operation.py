@@ -95,7 +95,8 @@ class Operation:
         sent, sent_back: collectives of forward and of backward; of other linears they follow from the plan.
         sent_in_layer, sent_in_module: those of a forward that is recomputed with its layer, or with its module, whose
             result may be kept; None: as `sent`.
-        hidden, hidden_back: those of both that run next to the operations `behind`, if the profile has `hides_if`.
+        hidden, hidden_back: those of both that run next to the operations `behind`; `hides_if`: their name among the
+            collectives that a framework may leave exposed.
         busiest: bytes that the busiest rank sends, in multiples of this rank's.
         peaks: bytes that backward holds beyond what is kept, by name; `peaks_again`: where its layer is recomputed.
     """

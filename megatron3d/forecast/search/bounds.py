@@ -1,16 +1,20 @@
 """Lower bounds of the step times of all layouts that the planner can choose, in their order.
 
-A bubble takes a simulation.  Layouts that differ in their schedule alone are a group with a bound for any schedule, and
-get bounds of their own when that of the group is the lowest left.
+A bound is a sum over the same operations as a prediction, with a pipeline and a data axis that overlap with all of
+them.  A bubble takes a simulation.  Layouts that differ in their schedule alone are a group with a bound for any
+schedule, and get bounds of their own when that of the group is the lowest left.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from heapq import heappop, heappush
+from itertools import groupby
+from operator import itemgetter
 from typing import NamedTuple
 
 from megatron3d.config.model_defaults import token_dispatcher
@@ -18,6 +22,7 @@ from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.validate.rules import check
 from megatron3d.experts.plan import fold, stage_axes, with_experts
 from megatron3d.forecast.memory.activations import layer_activations, recomputed_activations, total_bytes
+from megatron3d.forecast.memory.step_spec import local_sizes
 from megatron3d.forecast.search.options import (
     RECOMPUTATIONS,
     TOGETHER,
@@ -36,39 +41,18 @@ from megatron3d.forecast.search.options import (
 )
 from megatron3d.forecast.search.problem import PlanningProblem
 from megatron3d.forecast.time.data_axis import ParamCounts, collectives_per_step, data_axis_time
-from megatron3d.forecast.time.layer import LayerTimes, Machine, layer_times, selective_recomputation
-from megatron3d.forecast.time.step import ends_times
+from megatron3d.forecast.time.layer import Machine, layer_times, recomputation_time, times_of
+from megatron3d.forecast.time.step import with_chunks
 from megatron3d.model.expert_operations import expected_load
 from megatron3d.model.local_sizes import KERNELS, LocalSizes
-from megatron3d.model.spec import Recompute
-from megatron3d.ops.plan import WHOLE_LOSS
+from megatron3d.model.operations import head_operations
+from megatron3d.model.spec import Architecture, Recompute
 from megatron3d.parallel.mesh import DATA, PIPELINE, Mesh
 from megatron3d.parallel.modes import MODES
 from megatron3d.parallel.modes.mode import Mode
 from megatron3d.pipeline.actions import UNIT_COSTS
 from megatron3d.pipeline.schedules import build_schedule
 from megatron3d.pipeline.simulate import makespan
-
-
-class DataAxisBound:
-    """Lower bound of the data axis for layouts of one tensor mode: the slowdown of computation by its transfers."""
-
-    def __init__(self, machine: Machine, num_layers: int, held: ParamCounts, mesh: Mesh) -> None:
-        self._machine, self._num_layers = machine, num_layers
-        self._held, self._mesh = held, mesh
-        self._once: dict[tuple[int, bool], tuple[float, float]] = {}
-
-    def least_s(self, share: PipelineShare) -> float:
-        """Return the least seconds of a step, embedding and head left out."""
-        ranks, data, num, zero = share
-        if (key := (ranks, zero > 0)) not in self._once:
-            mesh = Mesh(((PIPELINE, ranks), *zip(DATA, (1, data), strict=True), *self._mesh.axes[3:]))
-            counts = {axes: count * self._num_layers // ranks for axes, count in self._held.layer.items()}
-            found = data_axis_time(counts, mesh, self._machine, zero, (1, 1), math.inf)
-            self._once[key] = found.sums.total, found.gathers.total
-        sums_s, gathers_s = self._once[key]
-        num_sums, num_gathers = collectives_per_step(zero, num)
-        return self._machine.device.comm_tax * (num_sums * sums_s + num_gathers * gathers_s)
 
 
 def fewest_ranks(mode: Mode, experts: ExpertChoice) -> tuple[Mode, Mesh] | None:
@@ -84,68 +68,84 @@ def fewest_ranks(mode: Mode, experts: ExpertChoice) -> tuple[Mode, Mesh] | None:
     return folded, Mesh(((PIPELINE, 1), *axes), 0, folded.pieces)
 
 
-class Bubbles:
-    """Bubbles of schedules of equal stages, as parts of a microbatch's time on a rank."""
+def data_axis_bound(machine: Machine, arch: Architecture, mode: Mode) -> Callable[[PipelineShare], float]:
+    """Return the least seconds of a step's data axis, embedding and head left out: all of it overlaps, which slows
+    computation down."""
+    plain = Mesh(((PIPELINE, 1), *stage_axes(mode, 1)))
+    held = ParamCounts.of(arch, mode, plain)
 
-    def __init__(self) -> None:
-        self._found: dict[tuple[int, str, int, int], float] = {}
+    @cache
+    def once(ranks: int, data: int, is_sharded: bool) -> tuple[float, float]:
+        mesh = Mesh(((PIPELINE, ranks), *zip(DATA, (1, data), strict=True), *plain.axes[3:]))
+        counts = {axes: count * arch.num_layers // ranks for axes, count in held.layer.items()}
+        found = data_axis_time(counts, mesh, machine, is_sharded, (1, 1), math.inf)
+        return found.sums.total, found.gathers.total
 
-    def of(self, share: PipelineShare, schedule: str, virtual: int) -> float:
-        """Return the bubble of a schedule, simulated with few microbatches."""
-        ranks, few = share.pipeline, min(share.num_microbatches, 2 * share.pipeline)
-        if (key := (ranks, schedule, virtual, few)) not in self._found:
-            built = build_schedule(schedule, ranks, few, virtual)
-            self._found[key] = makespan(built) / UNIT_COSTS.total - few if ranks > 1 else 0.0
-        return self._found[key]
+    def least_s(share: PipelineShare) -> float:
+        times = collectives_per_step(share.zero_stage, share.num_microbatches)
+        seconds = once(share.pipeline, share.data, share.zero_stage > 0)
+        return machine.device.comm_tax * sum(num * each_s for num, each_s in zip(times, seconds, strict=True))
+
+    return least_s
 
 
-class PlainTimes(NamedTuple):
+@cache
+def bubble_of(ranks: int, num_microbatches: int, schedule: str, virtual: int) -> float:
+    """Return the bubble of a schedule of equal stages, as a part of a microbatch's time on a rank."""
+    if ranks == 1:
+        return 0.0
+    return makespan(build_schedule(schedule, ranks, num_microbatches, virtual)) / UNIT_COSTS.total - num_microbatches
+
+
+class PlainSeconds(NamedTuple):
     """Seconds of a microbatch without recomputation: of the head, and of a layer of each kind with their number."""
 
     head_s: float
-    layers: Sequence[tuple[LayerTimes, int]]
+    layers: Sequence[tuple[float, int]]
 
     @staticmethod
-    def of(local: LocalSizes, machine: Machine) -> PlainTimes:
-        """Return the times of a microbatch of these sizes."""
+    def of(local: LocalSizes, machine: Machine) -> PlainSeconds:
+        """Return the seconds of a microbatch of these sizes."""
         kinds = local.by_kind(range(local.arch.num_layers))
-        layers = [(layer_times(each, machine), count) for each, count in kinds]
-        head = ends_times(local, machine)[1]
-        return PlainTimes(head.forward.total + head.backward.total, layers)
+        times = [times_of(head_operations(local), local, machine), *(layer_times(each, machine) for each, _ in kinds)]
+        head_s, *seconds = (each.forward.total + each.backward.total for each in times)
+        return PlainSeconds(head_s, [(each_s, count) for each_s, (_, count) in zip(seconds, kinds, strict=True)])
 
 
 class LayoutBound:
-    """Lower bounds of time and memory for layouts with one tensor mode, microbatch size and recomputation."""
+    """Lower bounds of time and memory for layouts with one tensor mode, microbatch size and recomputation.
 
-    def __init__(self, machine: Machine, plain: PlainTimes, local: LocalSizes, weights: int) -> None:
-        self._work, self._weights, self._head_s = local, weights, plain.head_s
+    Both are sums over the operations of layers and head, of which the first pipeline rank has its part.
+    """
+
+    def __init__(self, machine: Machine, local: LocalSizes, plain: PlainSeconds, weights: int) -> None:
         kinds, is_full = local.by_kind(range(local.arch.num_layers)), local.recompute.granularity == "full"
-        seconds = []
-        for (times, count), (each, _) in zip(plain.layers, kinds, strict=True):
-            again_s = selective_recomputation(each, machine).total + is_full * times.forward.total
-            seconds.append((times.forward.total + times.backward.total + again_s, count))
+        again_s = (recomputation_time(each, machine).total for each, _ in kinds)
+        seconds = [(kept_s + more_s, count) for (kept_s, count), more_s in zip(plain.layers, again_s, strict=True)]
+        kept = local.residual if is_full else min(total_bytes(layer_activations(each)) for each, _ in kinds)
+        self._local, self._weights, self._head_s = local, weights, plain.head_s
         self._layers_s = sum(each_s * count for each_s, count in seconds)
         self._least_layer_s = min(each_s for each_s, _ in seconds)
-        self._busiest: dict[int, float] = {}
-        least = min(total_bytes(layer_activations(each)) for each, _ in kinds)
-        self._activations = local.residual if is_full else least
+        self._activations = kept * local.arch.num_layers
         self._again = recomputed_activations(local) if is_full else 0
+        self._busiest: dict[int, float] = {}
 
-    def least_s(self, share: PipelineShare, bubble: float = 0.0) -> float:
+    def least_s(self, share: PipelineShare, schedule: tuple[str, int] | None = None) -> float:
         """Return the seconds of a step with free communication over data and pipeline.
 
         It is at least that of equal stages without a head, and the work of the busiest rank for all microbatches.
 
         Args:
-            bubble: that of the schedule; 0 for a bound of any schedule.
+            schedule: name and stages per rank, whose bubble counts; None: a bound of any schedule.
         """
         ranks, num = share.pipeline, share.num_microbatches
+        bubble = bubble_of(ranks, min(num, 2 * ranks), *schedule) if schedule else 0.0  # few microbatches tell it
         return max((num + bubble) * self._layers_s / ranks, num * self._busiest_s(ranks))
 
     def _busiest_s(self, ranks: int) -> float:
         """Return the least seconds of a microbatch on the busiest rank, where each rank holds whole layers."""
         if ranks not in self._busiest:
-            num_layers, layer_s = self._work.arch.num_layers, self._least_layer_s
+            num_layers, layer_s = self._local.arch.num_layers, self._least_layer_s
             least_s = math.inf
             for mine in range(num_layers + 1) if ranks > 1 else (num_layers,):
                 # A number of layers with the head, which grows, and the largest part of the others, which falls.
@@ -159,12 +159,12 @@ class LayoutBound:
 
     def least_bytes(self, share: PipelineShare) -> float:
         """Return the bytes of weights, gradients, optimizer, and the activations of 1F1B's first rank."""
-        size, wide = self._work.itemsize, self._work.wide
+        size, wide, context = self._local.itemsize, self._local.wide, self._local.mode.context
         main = 0 if size == wide else wide
-        ranks = share.data * self._work.mesh.size(self._work.mode.context)
+        ranks = share.data * self._local.mesh.size(context)
         parts = [1 / ranks if share.zero_stage >= stage else 1 for stage in (1, 2, 3)]
         each = size * (parts[2] if main else 1) + (main + 2 * wide) * parts[0] + wide * parts[1]
-        held = self._activations * self._work.arch.num_layers * min(1, share.num_microbatches / share.pipeline)
+        held = self._activations * min(1, share.num_microbatches / share.pipeline)
         return each * self._weights / share.pipeline + held + self._again
 
 
@@ -196,10 +196,10 @@ class LayoutGroup(NamedTuple):
     shapes: Sequence[PipelineShape]
     others: tuple[int, int, str | None, ContextChoice, ExpertChoice]
 
-    def bounds(self, bubbles: Bubbles) -> Iterator[LowerBound]:
+    def bounds(self) -> Iterator[LowerBound]:
         """Yield the bound of each layout."""
         for shape in self.shapes:
-            seconds = self.cost.least_s(self.share, bubbles.of(self.share, *shape[1:])) + self.waits_s
+            seconds = self.cost.least_s(self.share, shape[1:]) + self.waits_s
             yield LowerBound(seconds, (self.tensor, *shape, *self.others))
 
 
@@ -209,11 +209,11 @@ _ROUNDING = 1 - 1e-9
 
 def in_order(groups: Sequence[LayoutGroup]) -> Iterator[LowerBound]:
     """Yield the bounds of all layouts from the lowest; those of equal bounds in the order of their groups."""
-    bubbles, opened = Bubbles(), list[tuple[float, int, int, LowerBound]]()
+    opened: list[tuple[float, int, int, LowerBound]] = []
     for place in sorted(range(len(groups)), key=lambda place: groups[place].seconds):
         while opened and opened[0][0] < groups[place].seconds:
             yield heappop(opened)[-1]
-        for index, bound in enumerate(groups[place].bounds(bubbles)):
+        for index, bound in enumerate(groups[place].bounds()):
             heappush(opened, (bound.seconds, place, index, bound))
     while opened:
         yield heappop(opened)[-1]
@@ -258,34 +258,27 @@ def _groups_with(
     dispatcher = token_dispatcher(chosen.apply_to(problem.config))
     if (folded := fewest_ranks(replace(spec.mode, dispatcher=dispatcher), experts)) is None:
         return
-    arch, (mode, mesh) = spec.arch, folded
-    held = ParamCounts.of(arch, mode, mesh)
-    weights = arch.num_layers * sum(held.layer.values())
-    if experts == TOGETHER:
-        along_data = DataAxisBound(problem.machine, arch.num_layers, held, mesh)
-    else:
-        plain_mesh = Mesh(((PIPELINE, 1), *stage_axes(spec.mode, 1)))
+    arch, reduced, (mode, mesh) = spec.arch, spec.arch, folded
+    if experts != TOGETHER:
         assert arch.experts is not None, "only experts are folded"
         # One narrow expert: the gradients of experts may be reduced over no data-parallel rank.
-        few = replace(arch, experts=replace(arch.experts, num_experts=1, ffn_hidden_size=1))
-        reduced = ParamCounts.of(few, spec.mode, plain_mesh)
-        along_data = DataAxisBound(problem.machine, arch.num_layers, reduced, plain_mesh)
-    batch = problem.config.train.global_batch_size
-    rest = problem.num_ranks // (tensor.size * context.size)
-    chunk = spec.loss_chunk(problem.machine.on_gpu) if problem.profile.logit_bytes is None else WHOLE_LOSS
-    shapes = list(pipelines(rest, arch.num_layers))
-    data = mesh.size(DATA[1:])
-    by_ranks = {ranks: [shape for shape in shapes if shape[0] == ranks] for ranks, _, _ in shapes}
-    by_ranks = {ranks: alike for ranks, alike in by_ranks.items() if rest // ranks % data == 0}
+        reduced = replace(arch, experts=replace(arch.experts, num_experts=1, ffn_hidden_size=1))
+    along_data = data_axis_bound(problem.machine, reduced, spec.mode)
+    weights = arch.num_layers * sum(ParamCounts.of(arch, mode, mesh).layer.values())
+    batch, load = problem.config.train.global_batch_size, problem.config.parallel.expert_load_imbalance
+    rest, data = problem.num_ranks // (tensor.size * context.size), mesh.size(DATA[1:])
+    shapes = groupby(pipelines(rest, arch.num_layers), key=itemgetter(0))
+    by_ranks = {ranks: list(alike) for ranks, alike in shapes if rest // ranks % data == 0}
+    whole = with_chunks(local_sizes(spec, KERNELS["gpu"]), problem.machine)
     for size in microbatch_sizes(batch):
         if size % mesh.size(mode.batch_axes):
             continue
-        local = LocalSizes(arch, mode, mesh, size, problem.itemsize, kernels=KERNELS["gpu"], loss_chunk=chunk)
-        local = replace(local, expert_load=expected_load(local, problem.config.parallel.expert_load_imbalance))
-        plain = PlainTimes.of(local, problem.machine)
+        local = replace(whole, mode=mode, mesh=mesh, micro_batch_size=size)
+        local = replace(local, expert_load=expected_load(local, load))
+        plain = PlainSeconds.of(local, problem.machine)
         for granularity in RECOMPUTATIONS:
             here = local.recomputing(Recompute(granularity or "none"))
-            cost = LayoutBound(problem.machine, plain, here, weights)
+            cost = LayoutBound(problem.machine, here, plain, weights)
             for ranks, alike in by_ranks.items():
                 num, left = divmod(batch, rest // ranks * size)
                 if left:
@@ -301,6 +294,6 @@ def _groups_with(
                     if cost.least_bytes(share) > problem.memory_bytes:
                         rejected["needs more memory than a rank has"] += len(allowed)
                         continue
-                    waits_s = along_data.least_s(share)
+                    waits_s = along_data(share)
                     seconds = (cost.least_s(share) + waits_s) * _ROUNDING
                     yield LayoutGroup(seconds, cost, share, waits_s, tensor, allowed, others)

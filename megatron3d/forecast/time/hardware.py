@@ -87,7 +87,7 @@ class KernelRates(HardwareFile):
         """Bandwidth that long memory-bound kernels reach."""
         return self.stream_gb_s * 1e9 * self.stream_fraction
 
-    @property
+    @cached_property
     def tiles(self) -> tuple[tuple[int, int, float], ...]:
         """Rows, columns and fraction of the peak of each tile."""
         split = ((name.partition("x"), fraction) for name, fraction in self.tile_fractions.items())

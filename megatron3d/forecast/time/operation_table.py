@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 
 from megatron3d.forecast.memory.activations import modules_of, total_bytes
 from megatron3d.forecast.memory.table import BYTES, OPERATIONS, align_columns, unit_for
-from megatron3d.forecast.time.breakdown import combine
-from megatron3d.forecast.time.layer import Machine, OperationTimes
+from megatron3d.forecast.time.layer import Machine, TimedTasks
+from megatron3d.forecast.time.tasks import AGAIN, FORWARD, WHOLE, Task
 from megatron3d.model.local_sizes import LocalSizes
 from megatron3d.model.operation import Operation, kept_by
 from megatron3d.model.operations import ahead_operations, embedding_operations, head_operations, layer_operations
@@ -60,17 +60,22 @@ def _rows(
 
     They are FLOPs of forward and backward, bytes kept, bytes sent in both, and seconds of both.
     """
-    found, of = [], OperationTimes.of(operations, local, machine)
+    found, times = [], TimedTasks.of(operations, local, machine, is_recomputed)
     for each, kept in kept_by(operations, modules_of(local)):
-        times, sent = of.times(each), of.wire_bytes(each)
-        seconds = times.forward.total, times.backward.total
-        found.append((each.name, (each.flops, each.backward_flops, total_bytes(kept), *sent, *seconds)))
-    if seconds_again := combine(of.all_again() if is_recomputed else of.modules_again()).total:
-        again = [each for each in operations if is_recomputed or each.is_again(modules_of(local))]
-        flops = sum(each.flops for each in again)
-        sent_again = sum(of.wire_bytes(each)[0] for each in again)
+        mine = [task for task in times.tasks if task.operation == each.name and task.phases != AGAIN]
+        sent = (_sent_bytes(mine, phase) for phase in (FORWARD, WHOLE))
+        seconds = times.sums(mine)
+        numbers = (each.flops, each.backward_flops, total_bytes(kept), *sent)
+        found.append((each.name, (*numbers, seconds.forward.total, seconds.backward.total)))
+    again = [task for task in times.tasks if task.phases == AGAIN]
+    if seconds_again := times.sums(again).backward.total:
+        flops = sum(each.flops for each in operations if is_recomputed or each.is_again(modules_of(local)))
         # A layer that is recomputed keeps its input, and frees the rest until its backward.
         freed = local.residual - sum(numbers[2] for _, numbers in found) if is_recomputed else 0
-        found.append((_AGAIN, (0, flops, freed, 0, sent_again, 0.0, seconds_again)))
+        found.append((_AGAIN, (0, flops, freed, 0, _sent_bytes(again, AGAIN), 0.0, seconds_again)))
     yield from found
     yield _TOTAL, tuple(map(sum, zip(*(numbers for _, numbers in found), strict=True)))
+
+
+def _sent_bytes(tasks: Sequence[Task], phase: str) -> float:
+    return sum(call.wire_bytes for task in tasks if phase in task.phases for call in task.calls)

@@ -1,7 +1,8 @@
 """Execution profiles of this framework (`OURS`) and of those whose published runs validate the cost model.
 
-Each number of a profile is counted from the kernels that the framework ran.  What no data sheet gives and no kernel
-count shows is fitted to published runs and stands in `fitted.yaml`, which `benchmarks/fit_cost_model.py` writes:
+A framework is a series of functions from our list of a layer's tasks (`tasks.py`) to its own, and what a step has
+besides.  Each number is counted from the kernels that the framework ran.  What no data sheet gives and no kernel count
+shows is fitted to published runs and stands in `fitted.yaml`, which `benchmarks/fit_cost_model.py` writes:
 
     GEMMs, attention, other kernels, bytes on links   x factor
     host time of a layer                              a floor under its kernels
@@ -12,11 +13,11 @@ count shows is fitted to published runs and stands in `fitted.yaml`, which `benc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -24,6 +25,27 @@ from megatron3d.config.read import nearest, one_of
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.yaml_origins import read_yaml
 from megatron3d.errors import UserError
+from megatron3d.forecast.time.tasks import (
+    ACCUMULATION,
+    AGAIN,
+    CONCAT,
+    DGRAD,
+    GEMM,
+    INPUT_GRAD,
+    KERNELS,
+    NO_ACCESS,
+    OPERANDS,
+    OPERANDS_IN_ROUNDS,
+    ROUNDS,
+    SPLIT_DGRAD,
+    TOKENS,
+    TWO_COPIES,
+    WEIGHT_GRAD,
+    MemoryAccesses,
+    Task,
+    in_memory,
+)
+from megatron3d.model.local_sizes import LocalSizes
 from megatron3d.model.spec import Architecture
 from megatron3d.runtime.arguments import shorten
 
@@ -86,22 +108,85 @@ class FittedTerms(BaseModel):
 NEUTRAL = FittedTerms()
 
 
-class MemoryAccesses(NamedTuple):
-    """Reads and writes of each element of a tensor by memory-bound kernels, forward and backward, and their number."""
+# Collectives of a step that overlap with computation: gradient reductions with the last backward, all-gathers of
+# weights with the forward, send/recv between stages.
+GRADIENTS, WEIGHTS, STAGES = "gradients", "weights", "stages"
 
-    forward: float
-    backward: float
-    num_kernels: int = 1
+Rewrite = Callable[[Sequence[Task], LocalSizes], Iterable[Task]]
 
 
-NO_ACCESS = MemoryAccesses(0, 0)
-UNARY = MemoryAccesses(2, 3)  # read x, write y; read x and dy, write dx
-BINARY = MemoryAccesses(3, 3)
-TWO_COPIES = MemoryAccesses(2, 2, 2)
-EXPERT_ROWS = MemoryAccesses(7, 7, 7)
-# Accesses per capped score, counted in the elementwise kernels around the plain matmuls of `attention/pairs.py`:
-# they compute in fp32 on bf16 scores.
-CAPPED_SCORES = MemoryAccesses(36.0, 52.0, 10)
+def with_kernels(**accesses: MemoryAccesses) -> Rewrite:
+    """Return the rewrite to other memory-bound kernels of these kinds; `accumulation` has bytes per weight."""
+
+    def rewrite(tasks: Sequence[Task], _: LocalSizes) -> Iterator[Task]:
+        for task in tasks:
+            if (own := accesses.get(task.what)) is None:
+                yield task
+            else:
+                yield task._replace(accesses=own.of(task.phases), num_kernels=own.num_kernels)
+
+    return rewrite
+
+
+def accumulating(num_bytes: float) -> Rewrite:
+    """Return the rewrite to gradients whose accumulation moves `num_bytes` per weight and microbatch."""
+    return with_kernels(accumulation=MemoryAccesses(num_bytes, num_bytes))
+
+
+def with_loss(num_bytes: float) -> Rewrite:
+    """Return the rewrite to a loss that moves `num_bytes` per logit, with its gradient and without its GEMMs."""
+    return lambda tasks, local: with_kernels(loss=MemoryAccesses(num_bytes / local.itemsize, 0, 10))(tasks, local)
+
+
+def without(*what: str) -> Rewrite:
+    """Return the rewrite that leaves tasks out."""
+    return lambda tasks, _: (task for task in tasks if task.what not in what)
+
+
+def writes_scores(accesses: MemoryAccesses) -> Rewrite:
+    """Return the rewrite to attention that writes its scores to memory, instead of one kernel (FlashAttention)."""
+
+    def rewrite(tasks: Sequence[Task], local: LocalSizes) -> Iterator[Task]:
+        for task in tasks:
+            yield from (task,) if task.scores is None else in_memory(task, accesses, local)
+
+    return rewrite
+
+
+def narrow_wgrads(tasks: Sequence[Task], local: LocalSizes) -> Iterator[Task]:
+    """Yield the tasks with dW reduced over tensor axes in the model's dtype."""
+    part = local.itemsize / local.wgrad_itemsize
+    for task in tasks:
+        if task.what == WEIGHT_GRAD:
+            task = task._replace(calls=[call._replace(wire_bytes=part * call.wire_bytes) for call in task.calls])
+        yield task
+
+
+def waits_for_input_grads(tasks: Sequence[Task], _: LocalSizes) -> Iterator[Task]:
+    """Yield the tasks where dX is reduced before the wgrad GEMM begins, in an unsplit backward as in a split one."""
+    for task in tasks:
+        if task.what in (OPERANDS, OPERANDS_IN_ROUNDS, ROUNDS) and task.phases == SPLIT_DGRAD:
+            yield task._replace(phases=DGRAD)
+        elif task.what != INPUT_GRAD:
+            yield task
+
+
+def in_chunks(tasks: Sequence[Task], local: LocalSizes) -> Iterator[Task]:
+    """Yield the tasks with operands of linears in as many chunks as ranks, each behind the GEMM of another."""
+    for task in tasks:
+        if task.what == OPERANDS:
+            part = 1 - 1 / local.mesh.size(task.calls[0].axes)
+            task = task._replace(behind=(task.operation,), most=part, share=part)
+        yield task
+
+
+def stops_early(tasks: Sequence[Task], _: LocalSizes) -> Iterator[Task]:
+    """Yield the tasks without the GEMM that a recomputed layer ends with: backward needs only its input.
+
+    What follows it is the addition to the residual stream.
+    """
+    last = [*dict.fromkeys(task.operation for task in tasks)][-2:][0]
+    return (task for task in tasks if (task.operation, task.what, task.phases) != (last, GEMM, AGAIN))
 
 
 @dataclass(frozen=True)
@@ -109,33 +194,13 @@ class ExecutionProfile:
     """Execution of a framework as far as a layout does not determine it; the numbers are counted from its kernels.
 
     Attributes:
-        fuses_attention: fused attention, whose scores never reach device memory; otherwise `scores` applies.
-        scores: accesses per attention score, in the network's dtype.
-        norm, add, activation: accesses per element of a norm's input, of a residual addition, of an activation's input.
-        dropout: accesses per element of the residual stream, on top of `add`.
-        layout: accesses per element of q, k, v and attention's output to split, transpose and copy them.
-        copies_concats: concatenating gathered shards along a tensor's second dimension, or splitting a tensor along it
-            to be scattered, takes a copy.
-        rotary: accesses per element of q and k.
-        rows: accesses per element of the rows of experts: they are copied to the order of experts and back, weighted,
-            and their slots added.
-        bias_grad: accesses per element of a linear's output to compute its bias gradient.
-        grad_bytes: bytes moved per weight and microbatch to accumulate a gradient into main_grad.
-        fuses_grad_sum: the wgrad GEMM accumulates into main_grad where no axis reduces the gradient.
-        logit_bytes: bytes moved per logit by the loss and its gradient, the GEMMs not included; None: those of this
-            framework's kernels, which take chunks of tokens.
+        rewrites: from the tasks of this framework to those of another one, in order.
+        alone: tasks of a layer (`Task.what`) and collectives of a step that overlap with nothing.
+        chunks_loss: the loss takes chunks of tokens.
         optimizer_bytes: bytes moved per parameter besides the update: norm, clipping, copy to the network's dtype.
         reduce_itemsize: bytes of a gradient element in the data-parallel reduction; None: as accumulated.
-        wgrad_itemsize: bytes of an element of dW in its reduction over tensor axes, if wider than the network's dtype.
-        overlaps_reduction: the data-parallel gradient reduction overlaps with the last backward.
-        overlaps_gather: ZeRO's weight all-gather overlaps with the forward.
-        overlaps_pipeline: send/recv between stages overlaps with computation; otherwise both ranks wait.
         scatters_pipeline: activations that tensor-parallel ranks replicate are sent in shards and all-gathered by the
             receivers (Megatron-LM's scatter/gather).
-        overlaps_input_grad: the reduction of a linear's input gradient overlaps with its wgrad GEMM.
-        overlaps_shared_experts: tokens are on their way to the ranks of their experts during the shared experts' GEMMs.
-        stops_recomputation: the recomputation of a layer ends before its last linear: backward needs only its input.
-        chunks_operands: linears move operands in as many chunks as ranks, each overlapping with the GEMM of another.
         validates_later: with a split backward, ranks start their optimizer step without waiting for each other and
             validate the gradient norm later, so that the slowest rank's own time decides (Qi et al. 2023, section 4).
         stage_division: how layers are divided into pipeline stages: `balanced` as here, `equal`, or `filled` one after
@@ -146,130 +211,112 @@ class ExecutionProfile:
     """
 
     name: str
-    fuses_attention: bool = True
-    scores: MemoryAccesses = NO_ACCESS
-    norm: MemoryAccesses = UNARY
-    add: MemoryAccesses = BINARY
-    dropout: MemoryAccesses = NO_ACCESS
-    activation: MemoryAccesses = UNARY
-    layout: MemoryAccesses = TWO_COPIES
-    rotary: MemoryAccesses = TWO_COPIES
-    rows: MemoryAccesses = EXPERT_ROWS
-    copies_concats: bool = False
-    bias_grad: float = 1.0
-    grad_bytes: float = 10.0
-    fuses_grad_sum: bool = False
-    logit_bytes: float | None = 48.0
+    rewrites: tuple[Rewrite, ...] = ()
+    alone: frozenset[str] = frozenset()
+    chunks_loss: bool = False
     optimizer_bytes: float = 12.0
     reduce_itemsize: int | None = None
-    wgrad_itemsize: int = 0
-    overlaps_reduction: bool = True
-    overlaps_gather: bool = True
-    overlaps_pipeline: bool = True
     scatters_pipeline: bool = True
-    chunks_operands: bool = False
-    overlaps_input_grad: bool = True
-    overlaps_shared_experts: bool = False
-    stops_recomputation: bool = False
     validates_later: bool = False
     stage_division: Literal["balanced", "equal", "filled"] = "balanced"
     reduces_buckets: bool = False
     bucket_itemsize: int = 0
     fitted: FittedTerms = NEUTRAL
 
-    def unfused_scores(self, is_capped: bool) -> MemoryAccesses | None:
-        """Return the accesses per attention score, None where attention is fused; no fused kernel caps scores."""
-        if is_capped:
-            return CAPPED_SCORES
-        return None if self.fuses_attention else self.scores
+    def rewritten(self, tasks: Sequence[Task], local: LocalSizes) -> Sequence[Task]:
+        """Return this framework's tasks for those of ours."""
+        for rewrite in self.rewrites:
+            tasks = [*rewrite(tasks, local)]
+        if not self.alone:
+            return tasks
+        return [task._replace(behind=()) if task.what in self.alone else task for task in tasks]
+
+    def also(self, *rewrites: Rewrite, **changed: Any) -> ExecutionProfile:
+        """Return a framework with further rewrites, and other fields."""
+        return replace(self, rewrites=self.rewrites + rewrites, **changed)
 
 
-# torch's own kernels, and ours.
-# grad_bytes: read the gradient (2), add it to fp32 main_grad (4 + 4).
-# optimizer_bytes: gradient norm (4), cast to the network's dtype (4 + 2).
-# rotary, not compiled: two multiplications (4), rotate-half (3) and an addition (3), and as many backward.
-OURS = ExecutionProfile(
-    "megatron3d",
-    rotary=MemoryAccesses(10, 10, 5),
-    copies_concats=True,
-    fuses_grad_sum=True,
-    logit_bytes=None,
-    optimizer_bytes=10.0,
-    wgrad_itemsize=4,
-    overlaps_shared_experts=True,
-)
-
+# torch's own kernels, and ours.  optimizer_bytes: gradient norm (4), cast to the network's dtype (4 + 2).
+OURS = ExecutionProfile("megatron3d", chunks_loss=True, optimizer_bytes=10.0)
 
 FITTED = Path(__file__).with_name("fitted.yaml")
 # Between the names of a practice and of a kind of accelerator.
 ON = " on "
 
+# torch.compile fuses each run of elementwise kernels; of ours these are those of the rotary embedding.
+COMPILED = with_kernels(rotary=TWO_COPIES)
+# Other frameworks concatenate in place, reduce dW in the model's dtype, and wait for tokens on their way to experts.
+# Unless they say otherwise below, gradients are accumulated by a kernel of its own.
+OTHERS = ExecutionProfile(
+    "others", (without(CONCAT), narrow_wgrads, COMPILED, with_loss(48.0)), frozenset({ACCUMULATION, TOKENS})
+)
+
 # torch's own kernels, compiled.  Its checkpointing recomputes a layer as far as the last tensor that backward needs,
 # which is the input of the last linear.
-PYTORCH = ExecutionProfile("PyTorch", stops_recomputation=True, logit_bytes=44.0, optimizer_bytes=10.0)
+PYTORCH = OTHERS.also(stops_early, with_loss(44.0), name="PyTorch", optimizer_bytes=10.0)
 
 # Megatron-LM as Narayanan et al. 2021 (arXiv:2104.04473, section 4.2) describe it: fused bias and GELU; fused bias,
 # dropout and addition; fused scale, mask and softmax; everything else by torch.
-# scores, in fp16 accesses: forward softmax (reads the causal half, writes all) 1.5, dropout 2 and its byte mask 0.5;
-# backward dropout 2.5, softmax 3, each on all scores.
-# grad_bytes: gradients are accumulated in fp16 (2 + 2 + 2).
+# Scores, in fp16 accesses: forward softmax (reads the causal half, writes all) 1.5, dropout 2 and its byte mask 0.5;
+# backward dropout 2.5, softmax 3, each on all scores.  Gradients are accumulated in fp16 (2 + 2 + 2).
 # optimizer_bytes: cast to fp32 (2 + 4), unscale and check for infinities (8), norm (4), clip (8), cast back (4 + 2).
-MEGATRON_2021 = ExecutionProfile(
-    "Megatron-LM, 2021",
+MEGATRON_2021 = OTHERS.also(
+    writes_scores(MemoryAccesses(4.0, 5.5, 2)),
+    with_kernels(dropout=MemoryAccesses(0.5, 2.5), layout=MemoryAccesses(4, 4, 2)),
+    accumulating(6.0),
+    with_loss(50.0),
+    waits_for_input_grads,
+    name="Megatron-LM, 2021",
+    alone=OTHERS.alone | {GRADIENTS, WEIGHTS, STAGES},
     stage_division="equal",
-    fuses_attention=False,
-    scores=MemoryAccesses(4.0, 5.5, 2),
-    dropout=MemoryAccesses(0.5, 2.5),
-    layout=MemoryAccesses(4, 4, 2),
-    grad_bytes=6.0,
-    logit_bytes=50.0,
     optimizer_bytes=32.0,
     reduce_itemsize=2,
-    overlaps_reduction=False,
-    overlaps_gather=False,
-    overlaps_pipeline=False,
-    overlaps_input_grad=False,
 )
 
 # One year later (Korthikanti et al. 2022, arXiv:2205.05198): sequence parallelism, and the dgrad reduction overlaps
 # with the wgrad GEMM.
-MEGATRON_2022 = replace(MEGATRON_2021, name="Megatron-LM, 2022", overlaps_input_grad=True)
+MEGATRON_2022 = replace(
+    MEGATRON_2021,
+    name="Megatron-LM, 2022",
+    rewrites=tuple(each for each in MEGATRON_2021.rewrites if each is not waits_for_input_grads),
+)
 
 # Another year later: `gradient_accumulation_fusion`, fp32 gradients accumulated by the GEMM (reads and writes 4 bytes),
 # and the distributed optimizer's fp32 reduction over the data axis.
-MEGATRON_2023 = replace(
-    MEGATRON_2022, name="Megatron-LM, 2023", grad_bytes=8.0, fuses_grad_sum=True, reduce_itemsize=None
+MEGATRON_2023 = MEGATRON_2022.also(
+    accumulating(8.0),
+    name="Megatron-LM, 2023",
+    alone=MEGATRON_2022.alone - {ACCUMULATION},
+    reduce_itemsize=None,
 )
 
 # Its fork with zero-bubble schedules (Qi et al. 2023, arXiv:2401.10241, section 4), which validates the optimizer step
 # later.
-ZERO_BUBBLE = replace(MEGATRON_2023, name="Zero Bubble, 2023", validates_later=True)
+ZERO_BUBBLE = MEGATRON_2023.also(name="Zero Bubble, 2023", validates_later=True)
 
 # Megatron-Core 0.8 with Transformer Engine: fused attention, gradient accumulation as in 2023, `--tp-comm-overlap`,
 # `--overlap-grad-reduce`, `--overlap-param-gather`.
-MEGATRON_CORE = ExecutionProfile(
-    "Megatron-Core 0.8",
+MEGATRON_CORE = OTHERS.also(
+    with_kernels(layout=NO_ACCESS),
+    accumulating(8.0),
+    with_loss(54.0),
+    in_chunks,
+    name="Megatron-Core 0.8",
+    alone=OTHERS.alone - {ACCUMULATION},
     stage_division="equal",
-    grad_bytes=8.0,
-    fuses_grad_sum=True,
-    layout=NO_ACCESS,
-    logit_bytes=54.0,
     optimizer_bytes=18.0,
-    chunks_operands=True,
 )
 
 # llm.c of 2024: kernels of its own for everything between the GEMMs.  A residual addition writes its sum and the next
 # norm's output; a norm's backward adds to the residual's gradient in place; the loss reads the logits twice and
 # overwrites them with their gradient (2 + 2 + 2); bf16 gradients are accumulated by the GEMM (2 + 2) and reduced in
 # bf16.  optimizer_bytes: norm (2) and the cast (2), less the 2 that AdamW saves with a gradient in bf16.
-LLM_C = ExecutionProfile(
-    "llm.c",
-    norm=MemoryAccesses(2, 4),
-    add=MemoryAccesses(2, 0),
-    layout=NO_ACCESS,
-    grad_bytes=4.0,
-    fuses_grad_sum=True,
-    logit_bytes=6.0,
+LLM_C = OTHERS.also(
+    with_kernels(norm=MemoryAccesses(2, 4), add=MemoryAccesses(2, 0), layout=NO_ACCESS),
+    accumulating(4.0),
+    with_loss(6.0),
+    name="llm.c",
+    alone=OTHERS.alone - {ACCUMULATION},
     optimizer_bytes=2.0,
     reduce_itemsize=2,
 )
@@ -278,25 +325,23 @@ LLM_C = ExecutionProfile(
 PYTORCH_FSDP = replace(PYTORCH, name="PyTorch FSDP")
 
 # AxoNN of 2023, with the model and the checkpointing of Megatron-LM, which recomputes whole layers.
-AXONN = replace(PYTORCH, name="AxoNN", stops_recomputation=False)
+AXONN = OTHERS.also(with_loss(44.0), name="AxoNN", optimizer_bytes=10.0)
 
 # nanotron (Hugging Face): eager kernels of torch with FlashAttention 2; the distributed optimizer's all-gather and the
 # sends of the pipeline are not overlapped, the gradient reduction is, in the buckets of torch's DDP, which hold the
 # bf16 gradients beside those that are accumulated in fp32.
-NANOTRON = replace(
-    PYTORCH,
+NANOTRON = PYTORCH.also(
+    with_kernels(rotary=KERNELS["rotary"]),
+    waits_for_input_grads,
     name="nanotron",
-    rotary=MemoryAccesses(10, 10, 5),
-    overlaps_gather=False,
-    overlaps_pipeline=False,
-    overlaps_input_grad=False,
+    alone=PYTORCH.alone | {WEIGHTS, STAGES},
     stage_division="filled",
     reduces_buckets=True,
     bucket_itemsize=2,
 )
 
 # Megatron-DeepSpeed: kernels of Megatron-LM of its time, gradients reduced in 16 bits and overlapped.
-DEEPSPEED = replace(MEGATRON_2021, name="DeepSpeed", overlaps_reduction=True)
+DEEPSPEED = replace(MEGATRON_2021, name="DeepSpeed", alone=MEGATRON_2021.alone - {GRADIENTS})
 
 PROFILES: Mapping[str, ExecutionProfile] = {
     profile.name: profile

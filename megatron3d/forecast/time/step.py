@@ -39,7 +39,7 @@ from megatron3d.forecast.time.layer import (
     layer_times,
     times_of,
 )
-from megatron3d.forecast.time.practices import OURS, ExecutionProfile
+from megatron3d.forecast.time.practices import GRADIENTS, OURS, STAGES, WEIGHTS, ExecutionProfile
 from megatron3d.model.local_sizes import KERNELS, LocalSizes
 from megatron3d.model.operations import ahead_operations, embedding_operations, head_operations
 from megatron3d.model.spec import NO_RECOMPUTE
@@ -92,9 +92,7 @@ def make_machine(
 
 
 def as_configured(machine: Machine, spec: RunSpec) -> Machine:
-    """Return the machine with the kernels that a run uses, eager or compiled, and its dtype of reduced gradients."""
-    if spec.config.train.tp_grad_reduce_in_bf16:
-        machine = replace(machine, profile=replace(machine.profile, wgrad_itemsize=0))
+    """Return the machine with the kernels that a run uses, eager or compiled."""
     return machine.compiled() if spec.compiles(machine.on_gpu) else machine
 
 
@@ -143,9 +141,9 @@ def simulated_step(spec: RunSpec, machine: Machine) -> SimulatedStep:
     """Return the simulation inputs of a valid run; of many microbatches only a few are simulated."""
     simulated, shorter = simulated_specs(spec)
     machine = as_configured(machine, spec)
-    local = local_sizes(spec, KERNELS["gpu" if machine.on_gpu else "cpu"])
+    local = with_chunks(local_sizes(spec, KERNELS["gpu" if machine.on_gpu else "cpu"]), machine)
     return SimulatedStep(
-        local if machine.profile.logit_bytes is None else replace(local, loss_chunk=WHOLE_LOSS),
+        local,
         simulated.pipeline,
         spec.num_microbatches,
         spec.config.parallel.zero_stage,
@@ -154,6 +152,11 @@ def simulated_step(spec: RunSpec, machine: Machine) -> SimulatedStep:
         rule_of(spec.config.optimizer),
         shorter.schedule if shorter else None,
     )
+
+
+def with_chunks(local: LocalSizes, machine: Machine) -> LocalSizes:
+    """Return the sizes with the chunks of the loss that a machine's framework takes."""
+    return local if machine.profile.chunks_loss else replace(local, loss_chunk=WHOLE_LOSS)
 
 
 def simulated_specs(spec: RunSpec) -> tuple[RunSpec, RunSpec | None]:
@@ -194,7 +197,7 @@ def stage_times(step: SimulatedStep) -> Durations:
     local, machine = step.local, step.machine
     kinds = {each.layer: _times_of_kind(each, machine) for each, _ in local.by_kind(range(local.arch.num_layers))}
     embedding, head = ends_times(local, machine)
-    blocked = TimeBreakdown() if machine.profile.overlaps_pipeline else stage_transfer_time(step)
+    blocked = stage_transfer_time(step) if STAGES in machine.profile.alone else TimeBreakdown()
     found: dict[tuple[int, ActionKind], TimeBreakdown] = {}
     layer = kinds[local.layer_ahead.layer][local.recompute.recomputes_ahead]
     ahead = times_of(ahead_operations(local), local, machine, is_recomputed=local.recompute.recomputes_ahead)
@@ -254,7 +257,7 @@ def schedule_times(step: SimulatedStep, durations: Durations) -> ScheduleTimes:
     fill the queues before it and are shorter.
     """
     seconds = {key: times.total for key, times in durations.items()}
-    hop = stage_transfer_time(step).total if step.machine.profile.overlaps_pipeline else 0.0
+    hop = 0.0 if STAGES in step.machine.profile.alone else stage_transfer_time(step).total
     own = step.waits_for_none
 
     def simulated(schedule: Schedule) -> tuple[StageTimes, float]:
@@ -287,7 +290,7 @@ def exposed_data_axis(
         busy: computation of each rank.
     """
     m, zero = step.num_microbatches, step.zero_stage
-    profile, tax = step.machine.profile, step.machine.device.comm_tax
+    alone, tax = step.machine.profile.alone, step.machine.device.comm_tax
     alike: dict[object, DataAxisTime] = {}  # most stages differ in their index alone
 
     def of_stage(stage: Stage) -> DataAxisTime:
@@ -300,8 +303,8 @@ def exposed_data_axis(
         each = {stage.index: of_stage(stage) for stage in step.pipeline.on_rank(rank)}
         sums, gathers = combine(one.sums for one in each.values()), combine(one.gathers for one in each.values())
         steady = computation.total * (1 - 1 / m)  # all microbatches but one, with which their communication overlaps
-        late = exposed_reduction_s(each, line, steady * (zero >= 2)) if profile.overlaps_reduction else sums.total
-        early = exposed_gather_s(each, line, steady * (zero == 3)) if profile.overlaps_gather else gathers.total
+        late = sums.total if GRADIENTS in alone else exposed_reduction_s(each, line, steady * (zero >= 2))
+        early = gathers.total if WEIGHTS in alone else exposed_gather_s(each, line, steady * (zero == 3))
         yield partly_exposed(sums, late, tax).plus(partly_exposed(gathers, early, tax))
 
 

@@ -8,19 +8,28 @@ A dry run of the step is compared with it, call by call and byte by byte.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron3d.forecast.memory.activations import modules_of, num_ahead
 from megatron3d.forecast.memory.rank import flat_buffer_sizes
 from megatron3d.forecast.memory.step_spec import StepSpec
-from megatron3d.linear.overlap_plan import in_rounds
-from megatron3d.model.local_sizes import LocalMatmul, LocalSizes
+from megatron3d.forecast.time.tasks import (
+    AGAIN,
+    FORWARD,
+    LATE,
+    SPLIT_DGRAD,
+    SPLIT_WGRAD,
+    WEIGHT,
+    WHOLE,
+    tasks_of,
+)
+from megatron3d.model.local_sizes import LocalSizes
 from megatron3d.model.operation import Operation
 from megatron3d.model.operations import ahead_operations, embedding_operations, head_operations, layer_operations
 from megatron3d.model.spec import counts_each_step, counts_shape
 from megatron3d.model.stage_plan import Stage
-from megatron3d.parallel.matmul_plan import Flows, Traffic, crossing, flows, ring
+from megatron3d.parallel.matmul_plan import Traffic, crossing, ring
 from megatron3d.parallel.mesh import PIPELINE, Axes
 from megatron3d.pipeline.actions import ActionKind
 from megatron3d.pipeline.lower import count_transfers
@@ -49,17 +58,7 @@ def step_traffic(step: StepSpec, is_logged: bool = False) -> StepTraffic:
 
 def _step_calls(step: StepSpec, is_logged: bool) -> CountedTraffic:
     for stage in step.stages:
-        for call in _stage(step, stage):
-            yield step.num_microbatches, call
-        for run in step.local.recompute.runs(stage.layers):
-            last = layer_operations(replace(step.local, layer=run.layers[-1])) if run.is_recomputed else []
-            for each in _behind_all_saved(last):
-                yield from ((-step.num_microbatches, call) for call in each.sent_again(()))
-        yield from _input_grads(step, stage)
-        if step.local.overlap.keep_gathered_weights:
-            for sent, _ in _stage_linears(step.local, stage):
-                for call in sent.gather_w:
-                    yield kept_weight_gathers(step, stage), call
+        yield from _stage(step, stage)
     local, pipeline = step.local, step.pipeline
     once, *joined = crossing(
         local.mode.residual, local.mode.copies, local.mesh, local.num_tokens, local.arch.hidden_size, local.itemsize
@@ -85,65 +84,47 @@ def kept_weight_gathers(step: StepSpec, stage: Stage) -> int:
     return times
 
 
-def _stage(step: StepSpec, stage: Stage) -> Iterator[Traffic]:
-    """Yield the collectives of one microbatch in a stage."""
-    local = step.local
+def _stage(step: StepSpec, stage: Stage) -> CountedTraffic:
+    """Yield the collectives of a stage's tasks, as often as each phase runs."""
+    kinds = Counter(action.kind for action in step.actions if action.stage == stage.index)
+    counts = {
+        FORWARD: kinds[ActionKind.F],
+        SPLIT_DGRAD: kinds[ActionKind.I],
+        SPLIT_WGRAD: kinds[ActionKind.W],
+        WHOLE: kinds[ActionKind.B],
+        AGAIN: kinds[ActionKind.I] + kinds[ActionKind.B],
+    }
+    for operations, local, number, is_recomputed in _lists(step.local, stage):
+        for task in tasks_of(operations, local, is_recomputed):
+            times = sum(counts[phase] for phase in task.phases)
+            if task.what == WEIGHT and local.overlap.keep_gathered_weights:
+                times = kept_weight_gathers(step, stage) if task.phases == FORWARD else 0
+            yield from ((number * times, call) for call in task.calls if task.what != LATE)
+    for run in step.local.recompute.runs(stage.layers):
+        last = layer_operations(replace(step.local, layer=run.layers[-1])) if run.is_recomputed else []
+        for each in _behind_all_saved(last):
+            yield from ((-counts[AGAIN], call) for call in each.sent_again(()))
+
+
+def _lists(local: LocalSizes, stage: Stage) -> Iterator[tuple[Sequence[Operation], LocalSizes, int, bool]]:
+    """Yield the lists of operations of a stage, how many there are of each, and whether they are recomputed."""
     for run in local.recompute.runs(stage.layers):
-        for each, count in local.by_kind(run.layers):
-            yield from count * list(_sent(layer_operations(each), each, run.is_recomputed))
-    if stage.has_embedding:
-        yield from _sent(embedding_operations(local), local)
-    if stage.has_head:
-        yield from _sent(head_operations(local), local)
-        again = local.recompute.recomputes_ahead
-        for _ in range(local.arch.mtp_num_layers):
-            yield from _sent([*embedding_operations(local), *head_operations(local)[1:]], local)
-            yield from _sent([*ahead_operations(local), *head_operations(local)[:1]], local, again)
-            yield from _sent(layer_operations(local.layer_ahead), local.layer_ahead, again)
-
-
-def _sent(operations: Iterable[Operation], local: LocalSizes, is_recomputed: bool = False) -> Iterator[Traffic]:
-    """Yield the collectives of forward, recomputation and backward, but for reductions of dX (`_input_grads`)."""
-    modules = modules_of(local)
-    for each in operations:
-        again = is_recomputed or each.is_again(modules)
-        yield from (*each.sent, *(each.sent_again(modules) if again else ()), *each.sent_back)
-        if each.matmul is not None and not each.chunks:
-            sent, named = _linear_flows(local, each.matmul)
-            keeps, forwards = local.overlap.keep_gathered_weights, 1 + again
-            yield from forwards * (named.gather_x + named.reduce_y) + (not keeps) * (forwards + 1) * sent.gather_w
-            yield from named.gather_dy + sent.gather_x + sent.reduce_dw
+        yield from (
+            (layer_operations(each), each, count, run.is_recomputed) for each, count in local.by_kind(run.layers)
+        )
+    ahead, again = num_ahead(local, stage), local.recompute.recomputes_ahead
+    norm, *head = head_operations(local)
+    yield embedding_operations(local), local, stage.has_embedding + ahead, False
+    yield [norm], local, int(stage.has_head), False
+    yield head, local, stage.has_head + ahead, False
+    if ahead:
+        yield [*ahead_operations(local), norm], local, ahead, again
+        yield layer_operations(local.layer_ahead), local.layer_ahead, ahead, again
 
 
 def _behind_all_saved(operations: Sequence[Operation]) -> Sequence[Operation]:
     """Return the operations behind the last one that saves anything, where recomputation stops."""
     return operations[1 + max((place for place, each in enumerate(operations) if each.saves), default=-1) :]
-
-
-def _input_grads(step: StepSpec, stage: Stage) -> CountedTraffic:
-    """Yield the reductions of dX in a stage's layers, which run in rounds where no wgrad GEMM hides them."""
-    overlap = step.local.overlap
-    for kind in (ActionKind.B, ActionKind.I):
-        count = sum(action.kind is kind and action.stage == stage.index for action in step.actions)
-        is_hidden = kind is ActionKind.B and overlap.input_grad
-        for sent, named in _stage_linears(step.local, stage):
-            for call in sent.reduce_dx if is_hidden else named.reduce_dx:
-                yield count, call
-
-
-def _stage_linears(local: LocalSizes, stage: Stage) -> list[tuple[Flows, Flows]]:
-    """Return the collectives of all linears of a stage, as `_linear_flows` does."""
-    ahead = num_ahead(local, stage)
-    layers = [each for each, count in local.by_kind(stage.layers) for _ in range(count)] + ahead * [local.layer_ahead]
-    found = [_linear_flows(each, matmul) for each in layers for matmul in each.matmuls.values()]
-    return found + ahead * [_linear_flows(local, matmul) for matmul in local.mtp_matmuls.values()]
-
-
-def _linear_flows(local: LocalSizes, matmul: LocalMatmul) -> tuple[Flows, Flows]:
-    """Return the collectives of a linear: plain, and with those in rounds under their names."""
-    plan, m, n, k, *_ = matmul
-    sent = flows(plan, local.mesh, m, n, k, local.itemsize, wgrad_itemsize=local.wgrad_itemsize)
-    return sent, in_rounds(sent, plan) if local.overlap.in_rounds else sent
 
 
 def counts_of_routers(local: LocalSizes, is_logged: bool) -> list[Traffic]:

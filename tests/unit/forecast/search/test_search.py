@@ -21,7 +21,7 @@ from megatron3d.config.validate.rules import check
 from megatron3d.errors import UserError
 from megatron3d.forecast.memory.rank import RankMemory
 from megatron3d.forecast.search import search as searching
-from megatron3d.forecast.search.bounds import Bubbles, in_order, layout_groups
+from megatron3d.forecast.search.bounds import in_order, layout_groups
 from megatron3d.forecast.search.options import (
     ContextChoice,
     LayoutChoice,
@@ -90,8 +90,8 @@ def test_the_best_is_the_best_of_all() -> None:
 
 def test_bounds_come_in_order() -> None:
     """Groups are opened late: the order is that of all bounds, sorted, and equal ones stay in the order of groups."""
-    groups, bubbles = list(layout_groups(problem(), Counter[str]())), Bubbles()
-    every = [bound for group in groups for bound in group.bounds(bubbles)]
+    groups = list(layout_groups(problem(), Counter[str]()))
+    every = [bound for group in groups for bound in group.bounds()]
     assert len({bound.seconds for bound in every}) < len(every), "no ties"
     assert list(in_order(groups)) == sorted(every, key=lambda bound: bound.seconds)
 

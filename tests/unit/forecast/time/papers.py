@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from megatron3d.config.schema import Config
 from megatron3d.forecast.search.options import LayoutChoice, TensorChoice
 from megatron3d.forecast.search.problem import PlanningProblem
-from megatron3d.forecast.time.practices import OURS, ExecutionProfile
+from megatron3d.forecast.time.practices import OURS, ExecutionProfile, narrow_wgrads
 from megatron3d.parallel.modes import MODES
 
 # 64 ranks, all of them on the tensor axes.
@@ -30,7 +29,7 @@ def on_v100(mode: str, hidden: int, sequences: int) -> tuple[float, float]:
 
     Weight gradients are reduced in fp16, as in the paper.
     """
-    profile = replace(OURS, wgrad_itemsize=0)
+    profile = OURS.also(narrow_wgrads)
     model = {"num_layers": 24, "hidden_size": hidden, "num_attention_heads": 64, "seq_length": 512}
     tensor = TensorChoice(mode, next(iter(MODES[mode].forms)), SHAPES[mode])
     plan = problem("longhorn", 64, "fp16", sequences, model, profile).plan(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron3d.forecast.time.layer import ConcatCopies, concat_copies
+from megatron3d.forecast.time.tasks import ConcatCopies, concat_copies
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.modes import MODES

@@ -18,9 +18,11 @@ from torch.utils._pytree import tree_leaves
 from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.config.read import read_config
 from megatron3d.config.run_spec import RunSpec
+from megatron3d.config.schema import ITEMSIZES
 from megatron3d.forecast.time.hardware import Network
 from megatron3d.forecast.time.layer import Machine
 from megatron3d.forecast.time.step import ends_times, load_machine
+from megatron3d.forecast.time.tasks import accesses_of
 from megatron3d.model.local_sizes import LocalSizes
 from megatron3d.model.operations import head_operations
 from megatron3d.model.spec import NO_RECOMPUTE
@@ -55,9 +57,9 @@ def machine_of(precision: str, on_gpu: bool) -> Machine:
     return replace(machine, network=Network(cluster))
 
 
-def loss_bytes(machine: Machine) -> float:
+def loss_bytes(precision: str, on_gpu: bool) -> float:
     """Return the bytes that the loss moves per logit."""
-    return machine.accesses("loss").forward * machine.device.itemsize
+    return accesses_of("loss", ITEMSIZES[precision], on_gpu).forward * ITEMSIZES[precision]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp64", "bf16"])
@@ -71,12 +73,12 @@ def test_bytes_per_logit_are_those_of_the_operations(precision: str) -> None:
             logits = logits.bfloat16().float()
             traffic.num_bytes -= 4 * TOKENS * VOCAB + 2 * TOKENS * VOCAB
         cross_entropy_(logits, torch.arange(TOKENS), TOKENS, 1.0, shard, dtype)
-    assert loss_bytes(machine_of(precision, on_gpu=False)) == traffic.num_bytes / (TOKENS * VOCAB)
+    assert loss_bytes(precision, on_gpu=False) == traffic.num_bytes / (TOKENS * VOCAB)
 
 
 @pytest.mark.parametrize(("precision", "expected"), [("bf16", 10.0), ("fp32", 12.0), ("fp64", 64.0)])
 def test_gpus_read_the_logits_twice_and_write_the_gradient(precision: str, expected: float) -> None:
-    assert loss_bytes(machine_of(precision, on_gpu=True)) == expected
+    assert loss_bytes(precision, on_gpu=True) == expected
 
 
 @pytest.mark.parametrize("preset", ["llama-8b", "modes/3d", "modes/2d-weight-stationary", "gpt3-175b"])

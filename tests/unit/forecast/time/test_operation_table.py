@@ -11,7 +11,7 @@ from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.forecast.memory.activations import embedding_activations, head_activations, run_activations, total_bytes
 from megatron3d.forecast.memory.step_spec import make_step_spec
-from megatron3d.forecast.time.layer import OperationTimes, layer_times
+from megatron3d.forecast.time.layer import TimedTasks, layer_times
 from megatron3d.forecast.time.operation_table import operation_lists, operation_table
 from megatron3d.forecast.time.step import SimulatedStep, ends_times, load_machine, simulated_step
 from megatron3d.forecast.time.traffic import step_flops
@@ -65,8 +65,8 @@ def test_the_table_adds_up(recompute: str, parallel: dict[str, object]) -> None:
 def test_every_gemm_takes_time_and_has_flops() -> None:
     step, _ = a_step("nothing")
     for _, local, operations, _ in operation_lists(step.local):
-        of = OperationTimes.of(operations, local, step.machine)
+        timed = TimedTasks.of(operations, local, step.machine)
         for each in operations:
-            times = of.times(each)
+            times = timed.sums(task for task in timed.tasks if task.operation == each.name)
             assert (times.forward.total > 0) == bool(each.kernels or each.moves or each.flops), each.name
             assert ("GEMMs" in times.forward) == (each.matmul is not None), each.name
