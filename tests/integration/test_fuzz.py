@@ -35,7 +35,9 @@ def test_files_are_refused_or_read_rightly(lines: list[str], name: str) -> None:
     (place,) = [place for place, line in enumerate(lines) if line.startswith(f"{name} ")]
     _, num_read, _, num_refused, _, num_failed, *_ = lines[place].split()
     assert (int(num_read) + int(num_refused), num_failed) == (NUM_INPUTS, "0"), "\n".join(lines[place : place + 40])
-    assert int(num_read) >= 5 and int(num_refused) >= NUM_INPUTS // 5, "mutations that change nothing, or everything, show little"
+    assert int(num_read) >= 5 and int(num_refused) >= NUM_INPUTS // 5, (
+        "mutations that change nothing, or everything, show little"
+    )
 
 
 def test_seeded_defects_are_found() -> None:
