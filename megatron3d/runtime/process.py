@@ -111,7 +111,7 @@ def _watchdog(env: LauncherEnv, backend: str, timeout_s: float) -> Watchdog:
 
 
 def flight_recorder(backend: str) -> Callable[[], bytes]:
-    """Return the function that pickles the collectives that torch has recorded; it returns nothing on an older torch.
+    """Return the function that pickles the collectives that torch has recorded; it returns nothing if torch cannot.
 
     NCCL's are in a recorder of their own.  Stacks are left out: they take seconds, and heartbeats have them.
     """
