@@ -33,7 +33,7 @@ setup(
     },
     python_requires=">=3.10",
     install_requires=[
-        "torch>=2.11,<2.14",
+        "torch>=2.11,<2.16",
         "numpy",
         "pydantic>=2",
         "PyYAML",
