@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from multiprocessing import set_forkserver_preload
 from typing import TYPE_CHECKING, TypeVar
 
 from megatron3d.errors import ExitCode, RunFailed, UserError, one_line
@@ -146,9 +147,13 @@ def _exit_immediately(code: int = ExitCode.CRASH) -> None:
 
 
 def launch(num_ranks: int, rank: Callable[..., T], *args: object) -> T:
-    """Run `rank(*args)` in `num_ranks` processes on this machine with torchrun's launcher; return rank 0's result."""
+    """Run `rank(*args)` in `num_ranks` processes on this machine with torchrun's launcher; return rank 0's result.
+
+    They are forked from a process that imports the module of `rank` once.
+    """
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    set_forkserver_preload(["torch.distributed", rank.__module__])
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -157,6 +162,7 @@ def launch(num_ranks: int, rank: Callable[..., T], *args: object) -> T:
         rdzv_endpoint="localhost:0",
         max_restarts=0,
         run_id=rank.__name__,
+        start_method="forkserver",
     )
     results: dict[int, T] = elastic_launch(config, rank)(*args)
     return results[0]
