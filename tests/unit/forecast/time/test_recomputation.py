@@ -19,7 +19,9 @@ MODEL = {"num_layers": 2, "hidden_size": 1024, "num_attention_heads": 8, "seq_le
 
 
 @pytest.mark.parametrize(
-    ("profile", "stops"), [(PYTORCH_FSDP, True), (OURS, False), (MEGATRON_2021, False), (AXONN, False)], ids=str
+    ("profile", "stops"),
+    [(PYTORCH_FSDP, True), (OURS, False), (MEGATRON_2021, False), (AXONN, False)],
+    ids=lambda each: each.name if isinstance(each, ExecutionProfile) else str(each),
 )
 def test_recomputation_ends_where_the_framework_ends_it(profile: ExecutionProfile, stops: bool) -> None:
     train = {"global_batch_size": 8, "precision": "bf16", "recompute_granularity": "full"}
