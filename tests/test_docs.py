@@ -134,6 +134,7 @@ def furnish(pool: Pool) -> None:
     Path("news-1.jsonl.zst").write_bytes(pa.compress(Path("web/b.jsonl").read_bytes(), "zstd", asbytes=True))
     pq.write_table(pa.table({"text": [text]}), "books.parquet")
     write_hub(Path("gpt2"), {**GPT2, "vocab_size": 400})
+    shutil.copytree(ROOT / "tests" / "unit" / "convert" / "data" / "megatron", "megatron")
     learn, prepare = (f"python tools/{tool}.py --input input.txt" for tool in ("train_tokenizer", "preprocess_data"))
     for command in (
         f"{run} checkpoint.save=runs/one checkpoint.load=runs/one",

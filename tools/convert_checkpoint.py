@@ -2,6 +2,8 @@
 
 `config --input FOLDER --output FILE` writes the configuration of a run that starts from a Hugging Face folder as it is.
 `to-dcp --input RUN --output FOLDER` writes all tensors of a checkpoint for torch.distributed.checkpoint.
+`from-megatron --input FOLDER --output RUN` reads a checkpoint that Megatron-LM saved with `--ckpt-format torch_dist`,
+and `to-megatron --input RUN --output FOLDER` writes one.
 
 Tensors are converted one by one.  EQUAL is printed after our GPT and the Hugging Face model have computed the same
 logits for stored inputs.  Exit codes: 0 converted, 1 the logits differ, 2 wrong input; 1 and 2 write nothing.
@@ -29,19 +31,31 @@ from megatron3d.convert.conversion import (
 )
 from megatron3d.convert.family_table import MODEL_TYPES
 from megatron3d.convert.hub_weights import DTYPES
+from megatron3d.convert.megatron_checkpoint import from_megatron
+from megatron3d.convert.megatron_output import to_megatron
 from megatron3d.data.tokenizers.tokenizer import TOKENIZER_TYPES
 from megatron3d.errors import UserError
 from megatron3d.runtime.arguments import ToolParser, shorten, whole
 from megatron3d.runtime.program import run_tool
 
-CONFIG, TO_TORCH = "config", "to-dcp"
-_DIRECTIONS = {"from-hf": from_hub, "to-hf": to_hub, CONFIG: write_start, TO_TORCH: to_torch}
+CONFIG, TO_TORCH, FROM_MEGATRON, TO_MEGATRON = "config", "to-dcp", "from-megatron", "to-megatron"
+_DIRECTIONS = {
+    "from-hf": from_hub,
+    "to-hf": to_hub,
+    CONFIG: write_start,
+    TO_TORCH: to_torch,
+    FROM_MEGATRON: from_megatron,
+    TO_MEGATRON: to_megatron,
+}
+# Their logits are not compared.
+_WITHOUT_LOGITS = (CONFIG, TO_TORCH, FROM_MEGATRON, TO_MEGATRON)
 _USED_BY = {
     "seq_length": ("from-hf", CONFIG),
     "max_shard_size": ("to-hf",),
     "model_type": ("to-hf",),
-    "tokenizer_type": ("from-hf", "to-hf", CONFIG),
-    "dtype": ("from-hf", "to-hf"),
+    "tokenizer_type": ("from-hf", "to-hf", CONFIG, FROM_MEGATRON),
+    "config": (FROM_MEGATRON,),
+    "dtype": ("from-hf", "to-hf", TO_MEGATRON),
     "without_transformers": ("from-hf", "to-hf"),
     "without_logits": ("from-hf", "to-hf"),
 }
@@ -62,7 +76,12 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the parser: both directions and the start of a run with one set of options."""
     parser = ToolParser("convert_checkpoint.py", description=__doc__.split(":")[0], allow_abbrev=False)
     parser.add_argument("direction", choices=_DIRECTIONS)
-    parser.add_argument("--input", type=Path, required=True, help="a Hugging Face folder; or a run, or its checkpoint")
+    parser.add_argument(
+        "--input",
+        type=Path,
+        required=True,
+        help="a folder of Hugging Face or Megatron-LM; or a run, or its checkpoint",
+    )
     parser.add_argument(
         "--output", type=Path, required=True, help="a folder, or with config a file, that does not exist yet"
     )
@@ -79,6 +98,11 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokenizer-model", help="file of the tokenizer named by --tokenizer-type")
     parser.add_argument(
         "--model-type", choices=MODEL_TYPES, help="with to-hf; default: the origin's, or the first that fits the model"
+    )
+    parser.add_argument(
+        "--config",
+        type=Path,
+        help="with from-megatron: a YAML file that describes the model; default: Megatron-LM's arguments do",
     )
     parser.add_argument(
         "--without-transformers",
@@ -124,11 +148,12 @@ def convert(args: argparse.Namespace) -> None:
         with_transformers=not args.without_transformers,
         with_logits=not args.without_logits,
         model_type=args.model_type,
+        config=args.config,
     )
     report = _DIRECTIONS[args.direction](request)
     for note in report.notes:
         print(f"> {note}")
-    if args.direction in (CONFIG, TO_TORCH):
+    if args.direction in _WITHOUT_LOGITS:
         print(f"WRITTEN: {args.output}")
         return
     if args.without_logits:

@@ -195,9 +195,9 @@ def refuse_torch_folder(folder: Path) -> None:
     for path in (folder / ".metadata", *folder.glob("iter_*/.metadata")):
         if path.is_file():
             raise UserError(
-                f"checkpoint {path.parent} is of torch.distributed.checkpoint (torch_dist of Megatron-LM), whose "
-                "metadata is a pickle and is not read; export it to Hugging Face with the tools of what wrote it, then "
-                "python tools/convert_checkpoint.py from-hf --input HF --output RUN"
+                f"checkpoint {path.parent} is of torch.distributed.checkpoint (torch_dist of Megatron-LM) and is not "
+                f"read as it is; if Megatron-LM wrote it: python tools/convert_checkpoint.py from-megatron --input "
+                f"{folder} --output RUN; else export it to Hugging Face with the tools of what wrote it, then from-hf"
             )
 
 

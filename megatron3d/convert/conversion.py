@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from pydantic import JsonValue
@@ -64,7 +65,7 @@ from megatron3d.data.tokenizers.tokenizer import Tokenizer
 from megatron3d.errors import UserError
 from megatron3d.model.linear_spec import num_parameters
 from megatron3d.model.spec import Architecture, architecture_of_record
-from megatron3d.parallel.layout import box_shape
+from megatron3d.parallel.layout import Shape, box_shape
 from megatron3d.parallel.mesh import DATA, PIPELINE, Mesh
 from megatron3d.runtime.files import fsync, new_folder, write_text
 
@@ -83,6 +84,7 @@ class ConversionRequest:
         seq_length: sequence length of later training, for a conversion from Hugging Face.
         with_logits: run both models on stored inputs, and publish the output only if they agree.
         model_type: model type that is written; None: that of the model's origin, or the first that computes the same.
+        config: file of ours that describes the model of a Megatron-LM checkpoint; None: its arguments do.
     """
 
     source: Path
@@ -95,6 +97,7 @@ class ConversionRequest:
     with_transformers: bool = True
     with_logits: bool = True
     model_type: str | None = None
+    config: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -169,7 +172,7 @@ def to_hub(request: ConversionRequest) -> ConversionReport:
     wanted = request.model_type or (origin if represents(origin, arch) else None)
     model_type, settings, lost_notes = write_settings(arch, wanted)
     table = file_tensors(arch, model_type)
-    dtype = request.dtype or _stored_dtype(checkpoint, table)
+    dtype = request.dtype or stored_dtype(checkpoint, table)
     data = _data_section(request, checkpoint)
     with output_folder(request.target) as folder:
         no_ids = dict.fromkeys(ID_KEYS)
@@ -269,7 +272,8 @@ def read_architecture(checkpoint: Path) -> Architecture:
         raise UserError(f"{checkpoint}: its model is not described as this megatron3d does ({error})") from error
 
 
-def _stored_dtype(checkpoint: Path, table: Sequence[FileTensor]) -> torch.dtype:
+def stored_dtype(checkpoint: Path, table: Sequence[FileTensor]) -> torch.dtype:
+    """Return the dtype of a checkpoint's weights; raises UserError where they have several."""
     tensors = read_index(checkpoint).tensors
     names = {f"model.{name}" for tensor in table for name, _ in tensor.parts if not tensor.is_state}
     found = sorted({tensors[name].dtype for name in names if name in tensors})
@@ -341,6 +345,15 @@ class _Call:
     args: tuple[object, ...] | None = None
 
 
+class WrittenBox(NamedTuple):
+    """A box of a tensor of a shape: its values, which start at `offset`."""
+
+    name: str
+    shape: Shape
+    offset: Shape
+    values: Tensor
+
+
 def to_torch(request: ConversionRequest) -> ConversionReport:
     """Write all tensors of a checkpoint, weights and optimizer state, under their names and in their dtypes there.
 
@@ -348,33 +361,40 @@ def to_torch(request: ConversionRequest) -> ConversionReport:
     """
     checkpoint = store.resolve(request.source)
     index = read_index(checkpoint)
-    described: dict[object, object] = {}
-    places: dict[object, object] = {}
+
+    def boxes() -> Iterator[WrittenBox]:
+        for name, stored in index.tensors.items():
+            values = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
+            box = tuple((0, size) for size in stored.shape)
+            store.load_with_index(checkpoint, index, [Piece(name, stored.shape, box, values)])
+            yield WrittenBox(name, stored.shape, (0,) * len(stored.shape), values)
+
     with output_folder(request.target) as folder:
-        with (folder / _DATA_FILE).open("wb") as file:
-            for name, stored in index.tensors.items():
-                tensor = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
-                box = tuple((0, size) for size in stored.shape)
-                store.load_with_index(checkpoint, index, [Piece(name, stored.shape, box, tensor)])
-                start = file.tell()
-                torch.save(tensor, file)
-                described[name] = _tensor_metadata(stored.shape, stored.dtype)
-                chunk = _Call(_CLASSES, "MetadataIndex", (name, _size((0,) * len(stored.shape))))
-                place = (_DATA_FILE, start, file.tell() - start)
-                places[chunk] = _Call("torch.distributed.checkpoint.filesystem", "_StorageInfo", place)
-            num_bytes = file.tell()
-        fsync(folder / _DATA_FILE)
-        metadata = _Call(_CLASSES, "Metadata", (described, None, places))
-        (folder / _METADATA).write_bytes(b"\x80\x02" + _pickled(metadata) + b".")
-        fsync(folder / _METADATA)
+        num_bytes = write_torch_folder(folder, boxes())
     return ConversionReport((f"{len(index.tensors)} tensors, {num_bytes:,} bytes",))
 
 
-def _tensor_metadata(shape: tuple[int, ...], dtype: str) -> _Call:
-    """Return the metadata of a tensor that one chunk holds whole."""
-    properties = _Call(_CLASSES, "TensorProperties", (_Call("torch", dtype),))
-    chunk = _Call(_CLASSES, "ChunkStorageMetadata", (_size((0,) * len(shape)), _size(shape)))
-    return _Call(_CLASSES, "TensorStorageMetadata", (properties, _size(shape), [chunk]))
+def write_torch_folder(folder: Path, boxes: Iterable[WrittenBox]) -> int:
+    """Write boxes, of which each tensor has one or more, and the metadata; return the bytes of all boxes."""
+    described: dict[str, tuple[_Call, _Call, list[object]]] = {}
+    places: dict[object, object] = {}
+    with (folder / _DATA_FILE).open("wb") as file:
+        for name, shape, offset, values in boxes:
+            start = file.tell()
+            torch.save(values, file)
+            properties = _Call(_CLASSES, "TensorProperties", (_Call("torch", dtype_name(values.dtype)),))
+            *_, chunks = described.setdefault(name, (properties, _size(shape), []))
+            chunks.append(_Call(_CLASSES, "ChunkStorageMetadata", (_size(offset), _size(tuple(values.shape)))))
+            index = _Call(_CLASSES, "MetadataIndex", (name, _size(offset)))
+            place = (_DATA_FILE, start, file.tell() - start)
+            places[index] = _Call("torch.distributed.checkpoint.filesystem", "_StorageInfo", place)
+        num_bytes = file.tell()
+    fsync(folder / _DATA_FILE)
+    tensors = {name: _Call(_CLASSES, "TensorStorageMetadata", each) for name, each in described.items()}
+    metadata = _Call(_CLASSES, "Metadata", (tensors, None, places))
+    (folder / _METADATA).write_bytes(b"\x80\x02" + _pickled(metadata) + b".")
+    fsync(folder / _METADATA)
+    return num_bytes
 
 
 def _size(shape: tuple[int, ...]) -> _Call:

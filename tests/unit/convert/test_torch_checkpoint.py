@@ -127,5 +127,7 @@ def test_a_folder_of_torchs_format_is_named(
     asked = ["--input", str(source), "--output", str(tmp_path / "out")]
     assert convert_checkpoint.main([direction, *asked]) == 2
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "torch_dist of Megatron-LM" in said and "from-hf" in said
+    assert (
+        said.count("\n") == 1 and "torch_dist of Megatron-LM" in said and "from-megatron" in said and "from-hf" in said
+    )
     assert not (tmp_path / "out").exists()
