@@ -172,13 +172,8 @@ RULES: Mapping[str, tuple[Rule, tuple[str, ...], str]] = {
         ),
         "from torch import distributed",
     ),
-    # Objects that ranks of one run send each other are pickled, as by torch; of files only those of Megatron-LM are,
-    # which are read by unpicklers that refuse every name but those of plain values.
-    "unpickling": (
-        reads("pickle", "torch.load"),
-        ("megatron3d.comm.objects", "megatron3d.convert.torch_folder"),
-        "torch.load(path)",
-    ),
+    # Only Megatron-LM's files hold pickles, which unpicklers read that refuse every name but those of plain values.
+    "unpickling": (reads("pickle", "torch.load"), ("megatron3d.convert.torch_folder",), "torch.load(path)"),
     "device literal": (device_literals, ("megatron3d.runtime.process", "megatron3d.hardware"), 'move("cuda:0")'),
     "choice literal": (choice_literals, (*TABLES, *TYPED), 'mesh.coord("pipeline")'),
     "global": (global_statements, (), "def f():\n    global x"),
