@@ -646,7 +646,7 @@ MUTATIONS = [
         "convert/hub_weights.py",
         "[place.start : place.start + num_rows * place.step : place.step]",
         "[: num_rows * place.step : place.step]",
-        ("tests/integration/test_hub_load.py",),
+        ("tests/unit/convert/test_families.py",),
     ),
     Mutation(
         "rows of groups one group apart",
