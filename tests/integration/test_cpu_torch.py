@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.metadata import distribution
 from pathlib import Path
 from zipfile import ZipFile
 
-import pip
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +39,8 @@ def install(folder: Path, cuda: list[str], cpu: list[str], **environ: str) -> tu
         write_wheel(wheels, "torch", version)
     (folder / "setup.py").write_text(REQUIREMENT, encoding="utf-8")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / ".venv"], check=True)
-    (modules / "pip").symlink_to(Path(pip.__file__).parent)
+    # To import pip here would take setuptools' distutils from all later tests of this process.
+    (modules / "pip").symlink_to(str(distribution("pip").locate_file("pip")))
     ours = {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels)}
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "MEGATRON3D_"))}
     done = subprocess.run(

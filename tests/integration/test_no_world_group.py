@@ -6,7 +6,7 @@ numbers as otherwise.  Bug that this finds: a collective, barrier or object that
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -37,9 +37,14 @@ class LazyComm(ProcessComm):
     """Communicator over gloo as it is over NCCL; all its groups are used at the start."""
 
     def __init__(
-        self, mesh: Mesh, axis_sets: Iterable[Axes], links: Iterable[Link] = (), timeout: timedelta | None = None
+        self,
+        mesh: Mesh,
+        axis_sets: Iterable[Axes],
+        links: Iterable[Link] = (),
+        timeout: timedelta | None = None,
+        exposed: Collection[Axes] = (),
     ) -> None:
-        super().__init__(mesh, axis_sets, links, timeout, has_world_group=False)
+        super().__init__(mesh, axis_sets, links, timeout, has_world_group=False, exposed=exposed)
         self._objects = store_objects(mesh, timeout)
         assert mesh.nontrivial(mesh.names) not in self._groups
         self.warm_up()

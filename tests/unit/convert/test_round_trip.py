@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron3d.checkpoint import store
+from megatron3d.checkpoint.index import Index
+from megatron3d.checkpoint.store import Piece
 from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.config.read import read_config
 from megatron3d.config.run_spec import RunSpec
@@ -238,8 +241,13 @@ def test_only_a_few_tensors_are_in_memory(tmp_path: Path) -> None:
     table = file_tensors(state.model.arch, "gpt2")
     asked: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        load = store.load
-        patch.setattr(module.store, "load", lambda path, pieces: (asked.append(size(pieces)), load(path, pieces)))  # type: ignore[attr-defined]
+        load = store.load_with_index
+
+        def counted(path: Path, index: Index, pieces: Iterable[Piece]) -> None:
+            asked.append(size(listed := list(pieces)))
+            load(path, index, listed)
+
+        patch.setattr(store, "load_with_index", counted)
         list(module._values(store.resolve(tmp_path / "run"), table, torch.float32))
     assert max(asked) <= 257 * 16 < sum(asked) and len(asked) < len(table)
 
