@@ -51,7 +51,9 @@ def _measured(limit_s: int, name: str, shows: str, *environ: str) -> Section:
 
 
 def _tested(limit_s: int, tests: str, shows: str) -> Section:
-    return Section(limit_s, ("-m", "pytest", "tests/gpu", "-p", "no:cacheprovider", "-k", tests), shows)
+    several = ("-n", "auto")  # processes: most of the time goes into float64 on the CPU and into compilers
+    without = ("-p", "no:cacheprovider", "-p", "no:benchmark")  # the latter warns about several processes
+    return Section(limit_s, ("-m", "pytest", "tests/gpu", *several, *without, "-k", tests), shows)
 
 
 SECTIONS: Mapping[str, Section] = {

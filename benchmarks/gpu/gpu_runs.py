@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -54,6 +58,8 @@ def source_batches(num_steps: int, num_samples: int, length: int) -> Iterator[to
         yield source[starts + torch.arange(length + 1)].long()
 
 
+# Cores for the processes of a layout; as many layouts run side by side as fit.
+CORES_OF_LAYOUT = 8
 # Layouts that ranks on one GPU are compared in: every mode and form, ZeRO stage and kind of schedule.
 PIPELINE, DOUBLED = "llama-70b", "parallel.virtual_pipeline_model_parallel_size=2"
 FORMS = ("1d", "1d-sp", "2d", "2d-weight-stationary", "2.5d", "2.5d-weight-stationary", "3d", "3d-tokens")
@@ -70,14 +76,25 @@ def layouts(place: Place) -> Iterator[Row]:
     """Yield whether each layout equals one process in float64; ranks share the GPU, and their collectives lag."""
     names = ["ZeRO 1"] if place.quick else list(LAYOUTS)
     device = "cpu" if place.device.type == "cpu" else "gpu"
-    for name in names:
-        preset, world_size, overrides = LAYOUTS[name]
-        program = [sys.executable, "tools/verify_layout.py", "--config", f"configs/{preset}.yaml", "--steps", "1"]
-        options = ["--world-size", str(world_size), "--device", device, "--tolerance", "1e-9", "--lag-ms", "1"]
-        eager = "train.compile=false"  # each of the eight ranks would compile
-        done = subprocess.run([*program, *options, *overrides, eager], cwd=ROOT, capture_output=True, text=True)
-        lines = done.stdout.splitlines() or done.stderr.splitlines() or [""]
-        yield {"layout": name, "equal": done.returncode == 0, "line": lines[-1][:200]}
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // CORES_OF_LAYOUT)) as threads:
+        yield from threads.map(partial(verified, device), names)
+
+
+def verified(device: str, name: str) -> Row:
+    """Return whether the layout equals one process."""
+    preset, world_size, overrides = LAYOUTS[name]
+    program = [sys.executable, "tools/verify_layout.py", "--config", f"configs/{preset}.yaml", "--steps", "1"]
+    options = ["--world-size", str(world_size), "--device", device, "--tolerance", "1e-9", "--lag-ms", "1"]
+    eager = "train.compile=false"  # each of the eight ranks would compile
+    begin = time.perf_counter()
+    done = subprocess.run([*program, *options, *overrides, eager], cwd=ROOT, capture_output=True, text=True)
+    lines = done.stdout.splitlines() or done.stderr.splitlines() or [""]
+    seconds = round(time.perf_counter() - begin, 1)
+    return {"layout": name, "equal": done.returncode == 0, "seconds": seconds, "line": lines[-1][:200]}
+
+
+# Of the 1B: 0.8 GB of a checkpoint, since a lent machine's disk may be slow.
+ONE_LAYER = ("model.vocab_size=null", "model.num_layers=1", "model.seq_length=2048")
 
 
 def program(place: Place) -> Iterator[Row]:
@@ -85,7 +102,7 @@ def program(place: Place) -> Iterator[Row]:
     keys = ["--config", str(ROOT / "configs" / "llama-1b.yaml"), *ALONE, "train.train_iters=100000"]
     keys += ["train.micro_batch_size=2", "train.global_batch_size=4", "checkpoint.async_save=true"]
     keys += ["train.deterministic_mode=true"]  # cuDNN's attention has another sum in each backward
-    keys += SMALL_BYTES if place.quick else ["model.vocab_size=null", "model.num_layers=4", "model.seq_length=2048"]
+    keys += SMALL_BYTES if place.quick else ONE_LAYER
     hide = HIDE_GPU if place.device.type == "cpu" else ()
     with tempfile.TemporaryDirectory() as folder:
         corpus, output, whole = write_corpus(Path(folder) / "bytes"), Path(folder) / "run", Path(folder) / "whole"
@@ -121,15 +138,28 @@ def stalls_ms(output: Path) -> list[float]:
 
 def stopped(typed: Sequence[str], output: Path, limit_s: float = 150.0) -> Row:
     """Start a run, send SIGUSR1 once it has made some steps, and return its exit code."""
+    begin = time.monotonic()
     child = subprocess.Popen(typed, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    metrics, end_s = output / "metrics.jsonl", time.monotonic() + limit_s
+    shown: list[str] = []
+
+    def show() -> None:
+        """Read what the run prints as it comes, so that the log tells how far a section got that was ended."""
+        assert child.stdout is not None, "the output is a pipe"
+        for line in child.stdout:
+            shown.append(line)
+            print(f"{time.monotonic() - begin:6.1f} s {line}", end="", flush=True)
+
+    reader = threading.Thread(target=show)
+    reader.start()
+    metrics, end_s = output / "metrics.jsonl", begin + limit_s
     while child.poll() is None and time.monotonic() < end_s:
         if metrics.exists() and metrics.read_text(encoding="utf-8").count('"lm_loss"') >= 3:
             break
         time.sleep(0.2)
     child.send_signal(signal.SIGUSR1)
-    text, _ = child.communicate(timeout=limit_s)
-    return {"code": child.returncode, "is_right": child.returncode == ExitCode.STOPPED, "line": _last(text)}
+    child.wait(timeout=limit_s)
+    reader.join()
+    return {"code": child.returncode, "is_right": child.returncode == ExitCode.STOPPED, "line": _last("".join(shown))}
 
 
 def _last(text: str) -> str:

@@ -240,9 +240,12 @@ class KernelChoice(NamedTuple):
 
 
 def has_flash(q: Tensor, k: Tensor) -> bool:
-    """Return whether flash attention computes attention of q [B, N, S, D] and k on their device."""
+    """Return whether flash attention computes attention of q [B, N, S, D] and k on their device.
+
+    torch answers for `scaled_dot_product_attention`, which pads heads to multiples of 8 features; the kernel does not.
+    """
     params = torch.backends.cuda.SDPAParams(q, k, k, None, 0.0, True, q.shape[1] != k.shape[1])
-    return q.device.type != "cpu" and torch.backends.cuda.can_use_flash_attention(params)
+    return q.device.type != "cpu" and q.shape[-1] % 8 == 0 and torch.backends.cuda.can_use_flash_attention(params)
 
 
 KERNELS = (

@@ -220,6 +220,7 @@ class StopSignal:
 
     One Ctrl-C may arrive twice, from the terminal and from torchrun: a repetition counts only after `REPEAT_S` seconds.
     After a request the process only ends, and further signals (batch systems repeat them) do not change its exit code.
+    What started this process may have blocked them, which it would inherit: they are unblocked.
     """
 
     REPEAT_S = 1.0
@@ -234,6 +235,7 @@ class StopSignal:
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup
             watched.append(signal.SIGHUP)
         self._previous = {number: signal.signal(number, self._record) for number in watched}
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, watched)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -188,3 +188,11 @@ def test_arguments_of_variable_length_attention(monkeypatch: pytest.MonkeyPatch)
         assert args[num_tensors + 2 + (name == "backward")] == 10, "the longest document"
         assert kwargs == {"window_size_left": 4, "window_size_right": 0}
         assert any(each is True for each in args), "causal"
+
+
+@pytest.mark.parametrize(("size", "expected"), [(64, "variable-length flash"), (36, "plain matmuls by pairs of rows")])
+def test_flash_takes_heads_of_multiples_of_8(monkeypatch: pytest.MonkeyPatch, size: int, expected: str) -> None:
+    """torch says yes to others, since its own attention pads them; found on an H100."""
+    monkeypatch.setattr(torch.backends.cuda, "can_use_flash_attention", lambda params: True)
+    q = torch.empty(2, 4, 129, size, dtype=torch.bfloat16, device="meta")
+    assert module.choose(q, q).name == expected

@@ -93,6 +93,17 @@ def test_stop_signals_are_recorded_and_a_later_interrupt_interrupts(monkeypatch:
             os.kill(os.getpid(), signal.SIGINT)
 
 
+def test_signals_that_the_parent_blocked_stop_a_run() -> None:
+    """Supervisors block signals for threads of their own, and a process that they start inherits it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    try:
+        with StopSignal() as stop:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert stop.requested == "SIGUSR1"
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def test_signals_after_a_stop_do_not_change_the_exit_code(tmp_path: Path) -> None:
     """Batch systems repeat SIGTERM, also while the process ends."""
     (rank,) = _launch(
