@@ -1,4 +1,4 @@
-"""Print the tables of speed from the results; `--write` replaces them in README.md and benchmarks/README.md.
+"""Print the tables of speed from the results; `--write` replaces them in README.md, benchmarks/README.md, docs/gpu.md.
 
 A page marks the place of a table by a comment with the table's name, `<!-- steps -->`, on the line before it.
 """
@@ -10,12 +10,16 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).parents[1]
-PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "README.md")
+from common.report import ROOT
+
+from megatron3d.config.read import read_config
+from megatron3d.config.run_spec import RunSpec
+from megatron3d.forecast.time.step import as_configured, load_machine, predict_time
+
+PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "README.md", ROOT / "docs" / "gpu.md")
 Row = Mapping[str, Any]
 
 
@@ -182,8 +186,43 @@ def tokens() -> str:
     return table(("what", "baseline", "baseline, ours", "speed-up"), 2, rows())
 
 
+def measured_on_h100() -> Iterator[Row]:
+    """Yield the rows of gpu_day.py of shipped presets."""
+    for line in (ROOT / "benchmarks" / "results" / "h100.jsonl").read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        if "preset" in row:
+            yield row
+
+
+def predicted_step_s(preset: str) -> float:
+    """Return the predicted seconds of a preset's step of two microbatches on one H100, which gpu_day.py measures."""
+    config = read_config(ROOT / "configs" / f"{preset}.yaml").config
+    assert config.model.vocab_size is not None, f"{preset} names its vocabulary"
+    spec = RunSpec(config, 1, config.model.vocab_size).with_microbatches(2)
+    return predict_time(spec, as_configured(load_machine("eos", config.train.precision, 1), spec)).step_s
+
+
+def h100() -> str:
+    """Return step time, MFU and memory of presets on one H100, measured and predicted."""
+
+    def rows() -> Iterator[Sequence[str]]:
+        for row in measured_on_h100():
+            step_ms = 1e3 * predicted_step_s(row["preset"])
+            mfu = [100 * row["mfu"] * row["step_ms"] / each for each in (row["step_ms"], step_ms)]
+            yield (
+                f"`{row['preset'].removeprefix('gpus/')}`",
+                f"{row['step_ms']:.1f} ({step_ms:.1f})",
+                f"{row['enqueue_ms']:.0f}",
+                f"{mfu[0]:.1f} ({mfu[1]:.1f})",
+                f"{row['peak_gib']:.1f} ({row['predicted_gib']:.1f})",
+            )
+
+    columns = ("step, ms (predicted)", "host, ms", "MFU, % (predicted)", "memory, GiB (predicted)")
+    return table(("preset", *columns), 4, rows())
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
-    each.__name__: each for each in (steps, short, overlaps, checkpoints, index, tokens)
+    each.__name__: each for each in (steps, short, overlaps, checkpoints, index, tokens, h100)
 }
 
 

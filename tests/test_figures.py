@@ -94,13 +94,13 @@ def test_a_figure_is_that_of_the_code(page: str, pattern: str, value: Callable[[
     assert re.findall(pattern, text(page)) == [str(value())]
 
 
-@pytest.mark.parametrize("page", ["README.md", "benchmarks/README.md"])
+@pytest.mark.parametrize("page", ["README.md", "benchmarks/README.md", "docs/gpu.md"])
 def test_tables_of_speed_are_those_of_the_results(page: str) -> None:
     assert text(page) == tables.written(text(page)), "python benchmarks/tables.py --write"
 
 
 def test_every_table_of_speed_is_on_a_page() -> None:
-    pages = text("README.md") + text("benchmarks/README.md")
+    pages = text("README.md") + text("benchmarks/README.md") + text("docs/gpu.md")
     assert [name for name in tables.TABLES if f"<!-- {name} -->\n| " not in pages] == []
 
 

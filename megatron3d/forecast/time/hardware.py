@@ -94,13 +94,34 @@ class KernelRates(HardwareFile):
         return tuple((int(rows), int(columns), fraction) for (rows, _, columns), fraction in split)
 
 
+class MeasuredRates(HardwareFile):
+    """Rates of `KernelRates` that today's kernels reach, as `benchmarks/gpu_day.py` measures them."""
+
+    stream_fraction: Share
+    matmul_fraction: Share
+    attention_fractions: tuple[Share, Share]
+
+
 class Accelerator(HardwareFile):
-    """An accelerator; without `kernels` only its peak is known."""
+    """An accelerator; without `kernels` only its peak is known.
+
+    Attributes:
+        kernels: rates of the published runs that validate the cost model, or of a calibration.
+        measured: rates that differ from them with today's kernels.
+    """
 
     device_names: str
     peak_tflops: Mapping[str, Above0]
     source: str
     kernels: KernelRates | None = None
+    measured: MeasuredRates | None = None
+
+    @property
+    def today(self) -> Accelerator:
+        """This accelerator with the rates of today's kernels, where they are measured."""
+        if self.kernels is None or self.measured is None:
+            return self
+        return self.model_copy(update={"kernels": self.kernels.model_copy(update=dict(self.measured))})
 
 
 class NetworkLevel(HardwareFile):

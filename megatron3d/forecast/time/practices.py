@@ -207,6 +207,8 @@ class ExecutionProfile:
             another (`divided_as`).
         reduces_buckets: each bucket of gradients is reduced, and its weights all-gathered, with a latency of its own.
         bucket_itemsize: bytes of an element of buckets that hold all gradients a second time where ranks reduce them.
+        measured_rates: it computes at the rates of today's kernels, where an accelerator's file has them, in place of
+            those of published runs.
         fitted: terms that are fitted to published runs (`FittedTerms`).
     """
 
@@ -221,6 +223,7 @@ class ExecutionProfile:
     stage_division: Literal["balanced", "equal", "filled"] = "balanced"
     reduces_buckets: bool = False
     bucket_itemsize: int = 0
+    measured_rates: bool = False
     fitted: FittedTerms = NEUTRAL
 
     def rewritten(self, tasks: Sequence[Task], local: LocalSizes) -> Sequence[Task]:
@@ -237,7 +240,7 @@ class ExecutionProfile:
 
 
 # torch's own kernels, and ours.  optimizer_bytes: gradient norm (4), cast to the network's dtype (4 + 2).
-OURS = ExecutionProfile("megatron3d", chunks_loss=True, optimizer_bytes=10.0)
+OURS = ExecutionProfile("megatron3d", chunks_loss=True, optimizer_bytes=10.0, measured_rates=True)
 
 FITTED = Path(__file__).with_name("fitted.yaml")
 # Between the names of a practice and of a kind of accelerator.

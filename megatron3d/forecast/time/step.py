@@ -87,6 +87,7 @@ def make_machine(
 ) -> Machine:
     """Return the machine of a cluster of accelerators; ranks that share CPU cores slow each other down."""
     slowdown = cluster.slowdown(num_ranks)
+    accelerator = accelerator.today if profile.measured_rates else accelerator
     computes = device_model(accelerator, precision, ITEMSIZES[precision], slowdown)
     return Machine(replace(computes, fitted=profile.fitted), Network(cluster, slowdown, profile.fitted), profile)
 

@@ -5,10 +5,13 @@ No constant is fitted to a single row.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from statistics import mean
+from typing import Any
 
 import pytest
+from tables import measured_on_h100, predicted_step_s
 
 from megatron3d.config.schema import Config
 from megatron3d.forecast.memory.activations import run_activations
@@ -161,3 +164,9 @@ def test_heads_of_unaligned_channels_cost_what_was_published(
         sections = {"model": model | {"num_attention_heads": heads}, "parallel": parallel, "train": train}
         seconds.append(step_time(step_of(Config.model_validate(sections), 384, machine)).step_s)
     assert seconds[1] / seconds[0] == pytest.approx(unaligned_s / aligned_s, rel=0.07)
+
+
+@pytest.mark.parametrize("row", [*measured_on_h100()], ids=lambda row: row["preset"])
+def test_steps_of_this_framework_on_an_h100(row: Mapping[str, Any]) -> None:
+    """The rates of single kernels give whole steps, none of which they were fitted to."""
+    assert 1e3 * predicted_step_s(row["preset"]) == pytest.approx(row["step_ms"], rel=0.02)
