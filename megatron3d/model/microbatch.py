@@ -135,8 +135,7 @@ class Pass:
         in_order = sorted(range(len(held)), key=lambda index: held[index])
         groups = x_MF.unflatten(0, (self.order.num_groups, num_ranks, -1, len(held) // num_ranks, size // len(held)))
         chunks = groups.transpose(1, 2).flatten(2, 3)  # sequences, then chunks as they are held
-        whole_BSF: Tensor = chunks[:, :, in_order].flatten(2, 3).flatten(0, 1)
-        return whole_BSF
+        return torch.cat([chunks[:, :, index] for index in in_order], dim=2).flatten(0, 1)
 
     def token_rows(self, axes: Axes, device: torch.device) -> Tensor:
         """Return the index in the global batch of each token of this rank, where `axes` shard the tokens."""

@@ -17,6 +17,7 @@ G key/value heads, D features of a head.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -384,16 +385,19 @@ class Gathered(Exchange):
         merged.add(kv, self._seen.others)
         return merged.result()
 
-    def _uneven(self, part: HeadPart) -> list[int] | None:
-        """Return the key/value head of each query head of a part, None where each serves equally many."""
-        first, count = part.groups[0], part.groups[1] - part.groups[0]
-        heads = [group - first for group in self._group_of_query[slice(*part.queries)]]
-        is_even = heads == [place * count // len(heads) for place in range(len(heads))] and len(heads) % count == 0
-        return None if is_even else heads
+    def _uneven(self, part: HeadPart) -> list[Span] | None:
+        """Return the query heads that each key/value head of a part serves, None where each serves equally many."""
+        heads = self._group_of_query[slice(*part.queries)]
+        spans = [(bisect_left(heads, group), bisect_right(heads, group)) for group in range(*part.groups)]
+        return spans if len({high - low for low, high in spans}) > 1 else None
 
     def _for_queries(self, part: HeadPart, kv: Tensor) -> Tensor:
-        heads = self._uneven(part)
-        return kv if heads is None else kv[:, :, heads]
+        """Return keys and values of the part's query heads where each needs its own, else of the key/value heads."""
+        spans = self._uneven(part)
+        if spans is None:
+            return kv
+        copies = [kv[:, :, place, None].expand(-1, -1, high - low, -1, -1) for place, (low, high) in enumerate(spans)]
+        return torch.cat(copies, dim=2)
 
     def attend_backward(
         self, part: HeadPart, operands: Operands, result: Result, dy: Tensor, kernel: PairKernel | None
@@ -407,10 +411,9 @@ class Gathered(Exchange):
             add_positions(dkv, self._seen.chunks, 3, dkv_own)
             del kv_own, dkv_own  # before those of other ranks
         grads.add(kv, dkv, self._seen.others)
-        heads = self._uneven(part)
-        if heads is not None:
-            index = torch.tensor(heads, device=dkv.device)
-            dkv = torch.zeros_like(operands.kv, dtype=dkv.dtype).index_add_(2, index, dkv)
+        spans = self._uneven(part)
+        if spans is not None:
+            dkv = torch.stack([dkv[:, :, low:high].sum(2) for low, high in spans], dim=2)
         return grads.dq, dkv
 
     def send_grads(self, part: HeadPart, grads: Operands) -> Callable[[], Grads]:

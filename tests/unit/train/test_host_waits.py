@@ -12,14 +12,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from megatron3d.attention.context.exchanges import Gathered
 from megatron3d.attention.packed import positions_of
-from megatron3d.comm.process_comm import below_one_another, joined
+from megatron3d.comm.process_comm import ProcessComm, below_one_another, joined
+from megatron3d.parallel.mesh import Mesh
 from megatron3d.train import loop
 from megatron3d.train.monitor.monitor import Monitor
 from megatron3d.train.rollback import Rollbacks
 from megatron3d.train.step import HostNumbers, Readout, StepResult, train_step
 from tests.support.host_reads import NoHostReads
+from tests.support.shards import normal
 from tests.support.tiny_run import run, write_config
 
 EXPERTS = (
@@ -75,6 +79,20 @@ def test_positions_are_made_on_the_device(places: Sequence[int]) -> None:
     with NoHostReads():
         found = positions_of(places, torch.device("cpu"))
     assert found.dtype == torch.int64 and found.tolist() == list(places)
+
+
+def test_key_heads_are_repeated_without_an_index_of_the_host() -> None:
+    """Eight query heads of five key/value heads, which serve three, two or one of them."""
+    given: Any = None
+    comm = ProcessComm(Mesh((("x", 1),)), [])
+    exchange = Gathered((), given, [0, 0, 0, 1, 2, 2, 3, 4], given, None, comm)
+    kv = normal(2, 1, 5, 5, 6, seed=1)
+    found = list[Tensor]()
+    for part in exchange.parts:
+        mine = kv[:, :, slice(*part.groups)]
+        with NoHostReads():
+            found.append(exchange._for_queries(part, mine))
+    assert torch.equal(torch.cat(found, 2), kv[:, :, [0, 0, 0, 1, 2, 2, 3, 4]])
 
 
 def test_a_step_is_read_when_the_next_one_is_enqueued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
