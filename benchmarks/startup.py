@@ -1,4 +1,4 @@
-"""Start-up time: wall time from the quickstart's command until training reports iteration 1.
+"""Start-up time: wall time from the quickstart's command until training reports iteration 1, by launcher, in turns.
 
 python benchmarks/startup.py --output benchmarks/results/startup.json      # after scripts/quickstart.sh
 """
@@ -11,13 +11,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from common.corpus import write_random_bytes
 from common.report import show, write
 
 CONFIG = "configs/quickstart.yaml"
+PROGRAM = ["pretrain_gpt.py", "--config", CONFIG]
+# How ranks are started: each by itself, or forked from one process that has imported torch (the quickstart's way).
+LAUNCHERS: Mapping[str, Callable[[int], list[str]]] = {
+    "torchrun": lambda processes: [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *("--nproc-per-node", str(processes), *PROGRAM),
+    ],
+    "launch_local.sh": lambda processes: ["bash", "scripts/launch_local.sh", str(processes), *PROGRAM[1:]],
+}
 QUICK = ["data.tokenizer_type=ByteTokenizer", "data.tokenizer_model=null", "train.precision=fp32"]
 
 
@@ -34,22 +43,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.quick:
             args.rounds, args.processes = 1, 1
             data = [f"data.data_path={write_random_bytes(Path(folder) / 'corpus')}", *QUICK]
-        seconds = [first_step_s(args.processes, data) for _ in range(args.rounds)]
-    rows = [{"processes": args.processes, "median_s": statistics.median(seconds), "worst_s": max(seconds)}]
+        turns = [
+            {name: first_step_s(launch(args.processes), data) for name, launch in LAUNCHERS.items()}
+            for _ in range(args.rounds)
+        ]
+    rows = []
+    for name in LAUNCHERS:
+        seconds = [turn[name] for turn in turns]
+        times = {"median_s": statistics.median(seconds), "worst_s": max(seconds)}
+        rows.append({"launcher": name, "processes": args.processes, **times})
     show("start to first step of the quickstart model", rows)
     if args.output:
-        write(args.output, rows, seconds=seconds)
+        write(args.output, rows, seconds=turns)
     return 0
 
 
-def first_step_s(processes: int, data: list[str]) -> float:
+def first_step_s(launch: list[str], data: list[str]) -> float:
     """Return the seconds from the launch to the console line of iteration 1."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     with tempfile.TemporaryDirectory() as folder:
         folders = [f"checkpoint.save={folder}", f"checkpoint.load={folder}"]
         overrides = ["logging.log_interval=1", "train.exit_interval=1", *data, *folders]
         begin = time.perf_counter()
-        command = [*launcher, "pretrain_gpt.py", "--config", CONFIG, *overrides]
+        command = [*launch, *overrides]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None, "stdout is a pipe"
             for line in process.stdout:
