@@ -69,16 +69,19 @@ def pretrain(arguments: Arguments, world_size: int) -> int:
     with phases("importing torch"):
         from megatron3d.train.build import build_run
         from megatron3d.train.loop import train
+        from megatron3d.train.monitor.reports import report_end
 
     settings = resolved.config.train
     timeout_s, deterministic = 60 * settings.distributed_timeout_minutes, settings.deterministic_mode
     with ExitStack() as ending, process.start(timeout_s, deterministic=deterministic) as here:
-        stop = ending.enter_context(StopSignal())
+        stop = ending.enter_context(StopSignal(tells=here.rank == 0))
         run = build_run(resolved, here, phases)
         ending.callback(run.close)  # after the watchdog's end: an upload to wandb may take longer than it waits
         if here.rank == 0:
             print(f"> ready after {phases.total_s:.2f} s; training", flush=True)
         code = train(run, stop)
+        if here.rank == 0:
+            print("\n".join(f"> {line}" for line in report_end(run)), flush=True)
     if code == ExitCode.STOPPED and env.restarts_stopped:
         if env.rank == 0:
             print("> stopped on request; exit code 0, since torchrun would take 3 for a crash and restart", flush=True)

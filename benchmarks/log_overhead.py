@@ -120,7 +120,7 @@ class Contest:
         """Make a step as the loop does, with logging."""
         self.run.comm.set_wait_hook(self.run.timers.waiting)
         result = self._step(self._monitor.begin_step())
-        self._monitor.end_step(result, LR, self.run.batches.last)
+        self._end_step(result)
         result.loss.item()
 
     def logging_alone(self) -> None:
@@ -135,7 +135,11 @@ class Contest:
                 with timers.waiting(axes):
                     pass
             self.run.state.iteration += 1
-            self._monitor.end_step(self._result, LR, self.run.batches.last)
+            self._end_step(self._result)
+
+    def _end_step(self, result: StepResult) -> None:
+        is_logged = self.run.state.iteration % INTERVAL == 0
+        self._monitor.end_step(result, LR, self.run.batches.last, is_logged=is_logged)
 
 
 def measure(name: str, config: Path, rounds: int) -> Row:

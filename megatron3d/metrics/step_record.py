@@ -12,7 +12,7 @@ import resource
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -101,6 +101,8 @@ class StepRecord:
         lm_loss: mean over the tokens of the global batch, in nats.
         grad_norm: global norm of the gradients before clipping.
         elapsed_ms: mean milliseconds per step since the last record.
+        remaining_s: seconds of the iterations that are left, at this rate and the full batch size, without
+            evaluations and saves.
         tflops_per_s_per_rank: model TFLOP/s of a rank, without recomputation.
         mfu, hfu: model and hardware FLOP/s as a fraction of the device's peak; None if the peak is unknown.
         pipeline_bubble: measured bubble, a fraction of the schedule's time; None without a pipeline.
@@ -119,6 +121,7 @@ class StepRecord:
     grad_norm: float
     learning_rate: float
     elapsed_ms: float
+    remaining_s: float
     tokens_per_s: float
     tokens_per_s_per_rank: float
     tflops_per_s_per_rank: float
@@ -150,6 +153,7 @@ def step_line(record: StepRecord, train_iters: int, now: datetime) -> str:
     fields = {
         "consumed samples": f"{record.consumed_samples:12d}",
         "elapsed time per iteration (ms)": f"{record.elapsed_ms:.1f}",
+        "remaining time": str(timedelta(seconds=round(record.remaining_s))),
         "tokens per second": f"{record.tokens_per_s:.0f}",
         "tokens per second per rank": f"{record.tokens_per_s_per_rank:.0f}",
         "MFU": None if record.mfu is None else f"{100 * record.mfu:.1f}%",

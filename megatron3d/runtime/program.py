@@ -221,12 +221,16 @@ class StopSignal:
     One Ctrl-C may arrive twice, from the terminal and from torchrun: a repetition counts only after `REPEAT_S` seconds.
     After a request the process only ends, and further signals (batch systems repeat them) do not change its exit code.
     What started this process may have blocked them, which it would inherit: they are unblocked.
+
+    Args:
+        tells: say at once what a signal does, since a step may take long.
     """
 
     REPEAT_S = 1.0
 
-    def __init__(self) -> None:
+    def __init__(self, tells: bool = False) -> None:
         self.requested: str | None = None
+        self._tells = tells
         self._since_s = 0.0
         self._previous: dict[signal.Signals, Any] = {}
 
@@ -252,6 +256,11 @@ class StopSignal:
         if self.requested is None:
             self.requested = signal.Signals(number).name
             self._since_s = time.monotonic()
+            if self._tells:  # not through a stream, which the signal may have interrupted
+                more = "; once more: ends at once, without saving" if number == signal.SIGINT else ""
+                told = f"> {self.requested}: stopping after this step or the next, and saving{more}\n"
+                with contextlib.suppress(OSError):
+                    os.write(2, told.encode())
 
 
 class StartupPhases:

@@ -94,7 +94,9 @@ def _train(run: Run, stop: StopSignal, stop_file: StopFile, collector: ManualGc)
         stop_requested = stop.requested is not None or limits.is_time_up or stop_file.is_found
         with oom_report(job):
             settings, observer = run.step_settings(batch), monitor.begin_step()
-            is_logged = is_due(state.iteration + 1, run.config.logging.log_interval)
+            is_logged = limits.is_last(state.iteration + 1) or is_due(
+                state.iteration + 1, run.config.logging.log_interval
+            )
             result = train_step(
                 state,
                 microbatches,
@@ -106,13 +108,13 @@ def _train(run: Run, stop: StopSignal, stop_file: StopFile, collector: ManualGc)
                 watches_routers=is_logged,
             )
         numbers = Readout(result)
-        monitor.end_step(result, lr, batch)
+        # A step's numbers are read one step later, so that the host never waits for the device.
+        stopping = limits.end_after(state.iteration, previous)
+        monitor.end_step(result, lr, batch, is_logged=is_logged or stopping)
         collector.after_step(state.iteration)
 
         evaluate_and_compare(run, monitor)
 
-        # A step's numbers are read one step later, so that the host never waits for the device.
-        stopping = limits.end_after(state.iteration, previous)
         if rollbacks.after_step(numbers):
             monitor.restart()
             previous = None
@@ -243,17 +245,21 @@ def is_due(iteration: int, interval: int | None) -> bool:
 
 
 class ExitLimits:
-    """The two limits of one launch: `train.exit_interval` and `train.exit_duration_in_mins`."""
+    """The limits of one launch: `train.train_iters`, `train.exit_interval` and `train.exit_duration_in_mins`."""
 
     def __init__(self, config: Config) -> None:
         minutes = config.train.exit_duration_in_mins
-        self._exit_interval = config.train.exit_interval
+        self._train_iters, self._exit_interval = config.train.train_iters, config.train.exit_interval
         self._end_s = time.monotonic() + minutes * 60 if minutes else float("inf")
 
     @property
     def is_time_up(self) -> bool:
         """Whether the time limit has passed on this rank's clock."""
         return time.monotonic() > self._end_s
+
+    def is_last(self, iteration: int) -> bool:
+        """Return whether this launch ends with the iteration without being asked to."""
+        return iteration == self._train_iters or is_due(iteration, self._exit_interval)
 
     def end_after(self, iteration: int, previous: Readout | None) -> bool:
         """Return whether to stop after this iteration, as its number or a rank of the step before asks."""

@@ -189,4 +189,5 @@ def test_a_signal_saves_and_stops_every_rank(
     said = [rank.communicate(timeout=60) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [ExitCode.STOPPED] * 3, said
     last = steps(tmp_path / "run")[-1][0]
-    assert said[0][0].endswith(f"> saved {tmp_path}/run/iter_{last:07d}\n") and [err for _, err in said] == [""] * 3
+    assert f"> saved {tmp_path}/run/iter_{last:07d}\n" in said[0][0]
+    assert [err.count("\n") for _, err in said] == [int(0 in signalled), 0, 0], said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,7 @@ STEP_KEYS = {
     "grad_norm",
     "learning_rate",
     "elapsed_ms",
+    "remaining_s",
     "tokens_per_s",
     "tokens_per_s_per_rank",
     "tflops_per_s_per_rank",
@@ -88,6 +90,17 @@ def test_a_line_per_step_and_per_evaluation(trained: Path) -> None:
     last = rows[-2]
     assert (last["consumed_samples"], last["consumed_tokens"]) == (NUM_ITERS * 16, NUM_ITERS * 16 * 16)
     assert last["tokens_per_s"] == pytest.approx(256_000 / last["elapsed_ms"])
+    seconds = [(row["remaining_s"], row["elapsed_ms"] / 1e3) for row in rows if "lm_loss" in row]
+    assert [left for left, _ in seconds] == [pytest.approx((60 - n) * s) for n, (_, s) in enumerate(seconds, 1)]
+
+
+def test_the_last_iteration_is_logged(config: Path) -> None:
+    """A run that is shorter than the interval, or ends between two lines, also says where it has come to."""
+    folder = str(config.parent / "between")
+    asked = [*in_run(folder), "logging.log_interval=4"]
+    assert run(config, *asked, "train.train_iters=6").code == 0
+    assert run(config, *asked, "train.train_iters=9", "train.exit_interval=7").code == 3
+    assert [iteration for iteration, *_ in steps(Path(folder))] == [4, 6, 7]
 
 
 def test_the_written_configuration_is_the_configuration(config: Path, overrides: list[str], trained: Path) -> None:
@@ -105,6 +118,30 @@ def test_every_sink_receives_the_metrics(config: Path, trained: Path) -> None:
     assert [event.step for event in events.Scalars("validation_loss")] == [20, 40, 60]
     (offline,) = (trained / "wandb").glob("offline-run-*/run-*.wandb")
     assert offline.stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("asked", "wanted"),
+    [
+        (
+            ["train.train_iters=2"],
+            "complete at iteration 2 of 2, saved in RUN; the same command with train.train_iters=4;",
+        ),
+        (["train.exit_interval=1"], "stopped at iteration 1 of 8, saved in RUN; the same command;"),
+        (["train.exit_interval=1", "checkpoint.load=null"], "the same command with checkpoint.load=RUN;"),
+        (["train.train_iters=3", *in_run("null")], "nothing was saved, since there is no checkpoint.save;"),
+    ],
+)
+def test_a_run_says_how_to_go_on(config: Path, tmp_path: Path, asked: list[str], wanted: str) -> None:
+    """The commands that it names work."""
+    folder = str(tmp_path / "my run")
+    out = run(config, *in_run(folder), *asked).out
+    said = [line.partition("> ")[2].replace(f"'{folder}'", "RUN").replace(folder, "RUN") for line in out.splitlines()]
+    assert wanted in "; ".join([*said, ""]).replace("to go on: ", ""), out
+    commands = [line.partition(": ")[2] for line in out.splitlines() if line.startswith(("> to sample", "> to plot"))]
+    assert len(commands) == 2 * ("saved in" in out)
+    for command in commands if "train.train_iters=2" in asked else ():
+        subprocess.run([sys.executable, *shlex.split(command)[1:]], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 
 
 def test_the_startup_report_and_the_console_lines(config: Path) -> None:

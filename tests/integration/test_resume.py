@@ -269,9 +269,11 @@ def test_a_signal_to_launch_local(
     wait_for(child, "iteration        3/")
     (os.killpg if number == signal.SIGINT else os.kill)(child.pid, number)
     code, out, err = finish(child)
-    assert code == ExitCode.STOPPED and re.fullmatch(LAUNCHED, err), err
-    assert "> saved" in out
+    once_more = "; once more: ends at once, without saving" if number == signal.SIGINT else ""
+    told = f"> {number.name}: stopping after this step or the next, and saving{once_more}\n"
+    assert code == ExitCode.STOPPED and re.fullmatch(LAUNCHED + re.escape(told), err), err
     last = steps(tmp_path / "run")[-1][0]
+    assert f"> stopped at iteration {last} of 1000000, saved in {tmp_path}/run\n> to go on: the same command\n" in out
     assert run(config, *settings, f"train.train_iters={last + 2}").code == ExitCode.DONE
     alone = [*in_run(f"{tmp_path}/alone"), *settings[2:], f"train.train_iters={last + 2}"]
     assert run(config, *alone).code == ExitCode.DONE

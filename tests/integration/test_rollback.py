@@ -219,8 +219,9 @@ def test_a_stop_file_saves_and_stops_once(config: Path, tmp_path: Path) -> None:
     typed = in_run(f"{tmp_path}/run")
     (tmp_path / "run").mkdir()
     (tmp_path / "run/stop").touch()
-    outcome = run(config, *typed)
+    outcome = run(config, *typed, "logging.log_interval=100")
     assert outcome.code == ExitCode.STOPPED and f"> stopping: found {tmp_path}/run/stop" in outcome.out
-    assert not (tmp_path / "run/stop").exists() and len(steps(tmp_path / "run")) == 2
+    assert [iteration for iteration, _, _ in steps(tmp_path / "run")] == [2], "where it has stopped is logged"
+    assert not (tmp_path / "run/stop").exists()
     assert run(config, *typed).code == ExitCode.DONE
-    assert [iteration for iteration, _, _ in steps(tmp_path / "run")] == list(range(1, 9))
+    assert [iteration for iteration, _, _ in steps(tmp_path / "run")] == list(range(2, 9))

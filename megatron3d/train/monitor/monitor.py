@@ -248,15 +248,15 @@ class Monitor:
         observer = self._tensor_stats.observe(observer) if self._tensor_stats else observer
         return self._profiler.begin_step(iteration, observer)
 
-    def end_step(self, result: StepResult, lr: float, batch: Batch) -> None:
-        """Count a step, and write the reports that are due after it."""
+    def end_step(self, result: StepResult, lr: float, batch: Batch, *, is_logged: bool) -> None:
+        """Count a step, and write the reports that are due after it; of the step itself where it `is_logged`."""
         run, iteration = self._run, self._run.state.iteration
         self._num_steps += 1
         self._num_tokens += batch.num_tokens
         self._skipped += result.skipped
         run.timers.end_step()
         self._profiler.end_step(iteration)
-        if iteration % run.config.logging.log_interval == 0:
+        if is_logged:
             self._report_step(result, lr, batch)
         if iteration == self._first_iteration:
             self._report_memory()
@@ -282,6 +282,7 @@ class Monitor:
         if run.metrics:
             # Below 1 while the batch size or the sequence length ramps up.
             batch_fraction = self._num_tokens / (self._num_steps * run.batches.last.num_tokens)
+            full_step_s = step_s / batch_fraction
             record = StepRecord(
                 iteration=state.iteration,
                 consumed_samples=state.consumed_samples,
@@ -290,7 +291,8 @@ class Monitor:
                 grad_norm=grad_norm,
                 learning_rate=lr,
                 elapsed_ms=1000 * step_s,
-                **asdict(self._throughput(step_s / batch_fraction)),
+                remaining_s=full_step_s * (run.config.train.train_iters - state.iteration),
+                **asdict(self._throughput(full_step_s)),
                 pipeline_bubble=pipeline_bubble(ranks) if run.spec.parallel_state.pipeline_parallel_size > 1 else None,
                 peak_memory_bytes=int(ranks["peak"].max),
                 skipped_iterations=int(self._skipped),

@@ -11,6 +11,7 @@ import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
+from shlex import quote
 from typing import Any
 
 import torch
@@ -262,6 +263,21 @@ def _lines(state: TrainState, peak: Peak | None, settings: Mapping[str, str]) ->
     expected = forecast(spec, whole.device.type == "cpu")
     yield expected if isinstance(expected, str) else expected.line()
     yield describe_peak(peak, whole.device, config.train.precision)
+
+
+def report_end(run: Run) -> Iterator[str]:
+    """Yield what a run says when it has ended: where it is, what to do with it, and how to go on."""
+    iteration, last = run.state.iteration, run.config.train.train_iters
+    load, save = run.config.checkpoint.load, run.config.checkpoint.save
+    how = "complete" if iteration == last else "stopped"
+    if save is None:
+        yield f"{how} at iteration {iteration} of {last}; nothing was saved, since there is no checkpoint.save"
+        return
+    yield f"{how} at iteration {iteration} of {last}, saved in {save}"
+    more = [f"checkpoint.load={quote(save)}"] * (load is None) + [f"train.train_iters={2 * last}"] * (iteration == last)
+    yield f"to go on: the same command{' with ' * bool(more)}{' '.join(more)}"
+    yield f"to sample: python tools/generate.py --load {quote(save)}"
+    yield f"to plot: python tools/plot_run.py {quote(save)} --output {quote(save + '/curves.png')}"
 
 
 def run_metadata(

@@ -42,6 +42,7 @@ RECORD = StepRecord(
     grad_norm=1.23449,
     learning_rate=6e-4,
     elapsed_ms=123.44,
+    remaining_s=3723.6,
     tokens_per_s=24887.4,
     tokens_per_s_per_rank=12443.7,
     tflops_per_s_per_rank=1.5,
@@ -66,7 +67,8 @@ def test_the_console_line_has_megatrons_order_and_words() -> None:
     line = step_line(RECORD, train_iters=1000, now=datetime(2026, 11, 21, 0, 10))
     assert line == (
         " [2026-11-21 00:10:00] iteration       10/    1000 | consumed samples:          480 | "
-        "elapsed time per iteration (ms): 123.4 | tokens per second: 24887 | tokens per second per rank: 12444 | "
+        "elapsed time per iteration (ms): 123.4 | remaining time: 1:02:04 | "
+        "tokens per second: 24887 | tokens per second per rank: 12444 | "
         "MFU: 12.3% | learning rate: 6.000000E-04 | global batch size:    48 | lm loss: 1.234568E+00 | "
         "grad norm: 1.234 | number of skipped iterations:   0 | memory (GB): 1.23 |"
     )

@@ -6,6 +6,7 @@ in a step, and numbers that are read from the device after the next step was enq
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ def test_nothing_between_reports_waits_for_the_device(
     def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             entered.append(1)
-            with NoHostReads():
+            with contextlib.nullcontext() if kwargs.get("is_logged") else NoHostReads():
                 return function(*args, **kwargs)
 
         return call
