@@ -66,6 +66,8 @@ def pretrain(arguments: Arguments, world_size: int) -> int:
     outlive_readers()
     env = process.launcher_env()
     phases = StartupPhases(printing=env.rank == 0)
+    for remark in resolved.remarks if env.rank == 0 else ():
+        print(f"> WARNING: {remark}", flush=True)
     with phases("importing torch"):
         from megatron3d.train.build import build_run
         from megatron3d.train.loop import train

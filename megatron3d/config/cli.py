@@ -17,6 +17,7 @@ from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.facts import Facts, MissingHere
 from megatron3d.config.validate.files import check_files
+from megatron3d.config.validate.remarks import remarks
 from megatron3d.config.validate.rules import layout_problems, value_problems
 from megatron3d.errors import ExitCode, UserError
 from megatron3d.model.linear_spec import num_parameters
@@ -137,7 +138,7 @@ def resolve(config: Path, overrides: Sequence[str], world_size: int, elsewhere: 
     skipped = {key.partition(".")[2] for key in reading.unsure}
     kept = [problem for problem in broken if skipped.isdisjoint(re.findall(r"\w+", problem))]
     UserError.collect((*reading.problems, *kept))
-    return Resolved(reading.config, reading.origins)
+    return Resolved(reading.config, reading.origins, remarks=tuple(remarks(facts)))
 
 
 def run_check(
@@ -166,6 +167,8 @@ def run_check(
         print(line)
     for problem in found:
         print(f"on this machine: {problem}")
+    for remark in resolved.remarks:
+        print(f"WARNING: {remark}")
     return ExitCode.DONE
 
 

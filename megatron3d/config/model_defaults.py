@@ -93,16 +93,18 @@ def _experts(model: ModelConfig, ffn_hidden_size: int) -> Experts | None:
 def token_dispatcher(config: Config) -> str:
     """Return how tokens reach the ranks of their experts: as configured, else with the fewest bytes."""
     model, ranks = config.model, config.parallel.expert_model_parallel_size
-    if config.parallel.moe_token_dispatcher_type is not None:
-        return config.parallel.moe_token_dispatcher_type
     if model.num_moe_experts is None or ranks == 1:
         return ALLGATHER
+    if config.parallel.moe_token_dispatcher_type is not None:
+        return config.parallel.moe_token_dispatcher_type
     topk = _or_default(model.moe_router_topk, DEFAULT_TOPK)
     return fewest_bytes(ranks, model.hidden_size, topk, ITEMSIZES[config.train.precision])
 
 
 def _balance(model: ModelConfig) -> Balance | None:
     """Return what balances the experts' load in training; None where nothing does."""
+    if model.num_moe_experts is None:
+        return None
     rate = _or_default(model.moe_router_bias_update_rate, DEFAULT_BIAS_UPDATE_RATE)
     rate = rate if model.moe_router_enable_expert_bias else 0.0
     balance = Balance(

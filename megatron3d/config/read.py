@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -115,10 +115,11 @@ _KINDS: Mapping[type, str] = {
 
 @dataclass(frozen=True)
 class Resolved:
-    """A configuration, and the origin of the value of every `section.key`."""
+    """A configuration, the origin of the value of every `section.key`, and remarks on it, a line each."""
 
     config: Config
     origins: Mapping[str, str]
+    remarks: tuple[str, ...] = field(default=(), kw_only=True)
 
 
 @dataclass(frozen=True)

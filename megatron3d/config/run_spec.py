@@ -150,6 +150,11 @@ class RunSpec:
             parallel.tp_comm_overlap,
         )
 
+    @property
+    def narrow_wgrad(self) -> bool:
+        """Whether weight gradients are reduced over tensor axes in bf16."""
+        return self.config.train.tp_grad_reduce_in_bf16 and self.tensor_size > 1
+
     # Ranks
 
     @cached_property
@@ -250,8 +255,9 @@ class RunSpec:
     def packing_identity(self) -> str | None:
         """The options of packing that change the meaning of a sample; None if all have their defaults."""
         data, defaults = self.config.data, type(self.config.data)()
-        names = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "pad_token_id")
-        values = {name: getattr(data, name) for name in (*names, "goldfish_k", "goldfish_h")}
+        goldfish = () if data.goldfish_k is None else ("goldfish_k", "goldfish_h")
+        names = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "pad_token_id", *goldfish)
+        values = {name: getattr(data, name) for name in names}
         return ", ".join(f"{key}={value}" for key, value in values.items() if value != getattr(defaults, key)) or None
 
     @property

@@ -123,7 +123,7 @@ def learning_rate(config: OptimizerConfig, iteration: int, train_iters: int) -> 
         return config.lr * iteration / warmup
     if iteration > end and config.lr_decay_style != "constant":
         return config.min_lr
-    progress = (iteration - warmup) / (end - warmup)
+    progress = (iteration - warmup) / max(end - warmup, 1)
     return _DECAY[config.lr_decay_style](config, progress, iteration, end)
 
 

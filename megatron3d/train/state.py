@@ -104,7 +104,7 @@ def build_state(
         sharding=spec.sharding,
         units=model.fsdp_units(),
         reduce_dtype=torch.bfloat16 if config.train.grad_reduce_in_bf16 else None,
-        axes_dtype=torch.bfloat16 if config.train.tp_grad_reduce_in_bf16 else None,
+        axes_dtype=torch.bfloat16 if spec.narrow_wgrad else None,
     )
     if compiles:
         compiler = Compiler(

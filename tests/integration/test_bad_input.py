@@ -83,10 +83,6 @@ CONFIGURATION: dict[str, tuple[list[str], list[Words]]] = {
         ["--check", "--world-size", "5", "parallel.pipeline_model_parallel_size=2"],
         [("world_size 5: not a multiple of TP 1 x PP 2 = 2", "use 4 or 6", "pipeline_model_parallel_size")],
     ),
-    "a trace after the end": (
-        ["logging.trace_iterations=[9]"],
-        [("logging.trace_iterations=[9]", "train.train_iters=8", "use 1 to 8")],
-    ),
     "a trace without a place": (
         ["logging.trace_iterations=[2]", "checkpoint.save=null", "checkpoint.load=null"],
         [("logging.trace_iterations=[2]", "set checkpoint.save")],
@@ -105,7 +101,6 @@ CONFIGURATION: dict[str, tuple[list[str], list[Words]]] = {
         ],
     ),
     "heads": (["model.num_attention_heads=5"], [("model.num_attention_heads=5", "hidden_size=32", "use 1, 2, 4, 8")]),
-    "warm-up": (["optimizer.lr_warmup_iters=9"], [("lr_warmup_iters=9", "train.train_iters=8", "use 0 to 8")]),
     "nothing to train on": (["data.split=0,1,0"], [("data.split=0,1,0", "969,30,1")]),
 }
 

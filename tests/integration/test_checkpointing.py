@@ -170,13 +170,6 @@ def test_no_load_optim_leaves_the_optimizer_out(config: Path, whole: Path, tmp_p
 
 
 KEYS: dict[str, tuple[list[str], list[Words]]] = {
-    "no folder to save to": (
-        ["checkpoint.save=null", "checkpoint.load=null", "checkpoint.keep_latest_k=2", "checkpoint.async_save=true"],
-        [
-            ("checkpoint.keep_latest_k=2", "no folder to save to"),
-            ("checkpoint.async_save=true", "no folder to save to"),
-        ],
-    ),
     "no checkpoint to load": (
         ["checkpoint.save=null", "checkpoint.load=null", "checkpoint.finetune=true"],
         [("checkpoint.finetune=true", "no checkpoint to load")],
@@ -185,10 +178,6 @@ KEYS: dict[str, tuple[list[str], list[Words]]] = {
     "always permanent": (
         ["checkpoint.save_interval=2", "checkpoint.non_persistent_save_interval=4"],
         [("checkpoint.non_persistent_save_interval=4", "checkpoint.save_interval=2 divides it")],
-    ),
-    "never saved": (
-        ["checkpoint.save_interval=4", "checkpoint.save_retain_interval=6"],
-        [("checkpoint.save_retain_interval=6", "not a multiple of checkpoint.save_interval=4", "use for example 8")],
     ),
     "two ways": (
         ["checkpoint.load={here}", "checkpoint.finetune=true", "checkpoint.no_load_optim=true"],

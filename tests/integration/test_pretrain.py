@@ -225,3 +225,18 @@ def test_check_of_the_quickstart_without_torch(config: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert "world_size 2 = TP 1 x PP 1 x DP 2" in done.stdout.splitlines()
     assert not (config.parent / "absent").exists()
+
+
+def test_keys_without_effect_change_no_bit(config: Path, tmp_path: Path) -> None:
+    """A file whose features are turned off to look for an error trains as one without their keys, with a warning."""
+    keys = ["parallel.tp_comm_overlap=true", "parallel.tp_keep_gathered_weights=true", "train.loss_scale=64"]
+    keys += ["train.tp_grad_reduce_in_bf16=true", "model.moe_router_topk=2", "model.moe_aux_loss_coeff=0.1"]
+    keys += ["parallel.moe_token_dispatcher_type=alltoall", "logging.record_memory_history=true", "data.goldfish_h=4"]
+    keys += ["train.recompute_modules=[mlp_act]", "optimizer.lr_warmup_iters=9"]
+    for name, more in (("without", ["optimizer.lr_warmup_iters=9"]), ("with", keys)):
+        outcome = run(config, *in_run(f"{tmp_path}/{name}"), "train.train_iters=3", *more)
+        assert outcome.code == 0 and ("no effect in this run: " in outcome.out) == (name == "with"), outcome
+        assert (
+            "> WARNING: optimizer.lr_warmup_iters=9 (command line): the run ends at train.train_iters=3" in outcome.out
+        )
+    assert steps(tmp_path / "with") == steps(tmp_path / "without")

@@ -14,17 +14,15 @@ from megatron3d.data.preprocess.inputs import HF_PREFIX
 from megatron3d.errors import UserError, is_machine_fault
 from megatron3d.runtime.files import retried
 
-SAVING = ("save_interval", "non_persistent_save_interval", "keep_latest_k", "save_retain_interval", "async_save")
 LOADING = ("finetune", "no_load_optim", "accept_changed")
 
 
 def checkpoint_problems(facts: Facts) -> Iterator[str]:
-    """Yield a message per unused key and per contradiction between keys of the checkpoint section."""
+    """Yield a message per contradiction between keys of the checkpoint section."""
     checkpoint = facts.config.checkpoint
-    for keys, folder, missing in ((SAVING, "save", "no folder to save to"), (LOADING, "load", "no checkpoint to load")):
-        for key in keys if getattr(checkpoint, folder) is None else ():
-            if getattr(checkpoint, key):
-                yield f"{facts.named(f'checkpoint.{key}')}: {missing}; set checkpoint.{folder}, or leave it out"
+    for key in LOADING if checkpoint.load is None else ():
+        if getattr(checkpoint, key):
+            yield f"{facts.named(f'checkpoint.{key}')}: no checkpoint to load; set checkpoint.load, or leave it out"
     if checkpoint.finetune and is_own(facts.config):
         yield (
             f"{facts.named('checkpoint.finetune')}: checkpoint.load={checkpoint.load} is also where this run saves, "
@@ -33,19 +31,12 @@ def checkpoint_problems(facts: Facts) -> Iterator[str]:
     if checkpoint.finetune and checkpoint.no_load_optim:
         yield f"{facts.named('checkpoint.no_load_optim')}: checkpoint.finetune=true loads no optimizer; leave one out"
     short, long = checkpoint.non_persistent_save_interval, checkpoint.save_interval
-    if short and long and short % long == 0:
+    if checkpoint.save and short and long and short % long == 0:
         yield (
             f"{facts.named('checkpoint.non_persistent_save_interval')}: all of these checkpoints would be permanent, "
             f"since checkpoint.save_interval={long} divides it; use a smaller one, or leave it out"
         )
     yield from _rollback_problems(facts)
-    retain = checkpoint.save_retain_interval
-    if retain and retain % (long or retain):
-        yield (
-            f"{facts.named('checkpoint.save_retain_interval')}: not a multiple of checkpoint.save_interval={long}, so "
-            "that some checkpoints to retain would never be saved; use for example "
-            f"{-(-retain // (long or 1)) * (long or 1)}"
-        )
 
 
 def _rollback_problems(facts: Facts) -> Iterator[str]:
@@ -91,27 +82,16 @@ def continues_own(config: Config) -> bool:
 
 
 def logging_problems(facts: Facts) -> Iterator[str]:
-    """Yield a message per iteration, rank or output that the run does not have, and per unused key."""
+    """Yield a message per rank or output that the run does not have."""
     config, logging = facts.config, facts.config.logging
-    last, profiled = config.train.train_iters, (logging.profile_step_start,) if logging.profile else ()
-    for key, iterations in (("trace_iterations", logging.trace_iterations), ("profile_step_start", profiled)):
-        if late := [iteration for iteration in iterations if iteration > last]:
-            yield f"{facts.named(f'logging.{key}')}: {late[0]} is more than train.train_iters={last}; use 1 to {last}"
     asked = ("trace_iterations", logging.trace_iterations, "traces"), ("profile", logging.profile, "profiles")
     for key, _, what in (each for each in asked if each[1] and not config.checkpoint.save):
         yield f"{facts.named(f'logging.{key}')}: no folder to write {what} to; set checkpoint.save, or leave it out"
     yield from _profile_problems(facts)
-    if not logging.wandb_project:
-        for key, given in (("wandb_name", logging.wandb_name), ("wandb_mode", logging.wandb_mode == "offline")):
-            if given:
-                yield f"{facts.named(f'logging.{key}')}: no logging.wandb_project; name one, or leave {key} out"
 
 
 def _profile_problems(facts: Facts) -> Iterator[str]:
     logging, world = facts.config.logging, facts.world_size
-    if logging.record_memory_history and not logging.profile:
-        where = facts.named("logging.record_memory_history")
-        yield f"{where}: not used without logging.profile; use logging.profile=true, or leave it out"
     if not logging.profile:
         return
     if logging.profile_step_end <= logging.profile_step_start:
@@ -145,11 +125,6 @@ def data_problems(facts: Facts) -> Iterator[str]:
     yield from _stream_problems(facts)
     if data.reset_position_ids and facts.arch.position_embedding_type == "none":
         yield f"{facts.named('data.reset_position_ids')}: the model has no positions; use false"
-    if data.mean_document_length is not None and not data.reset_attention_mask:
-        where = facts.named("data.mean_document_length")
-        yield f"{where}: not used without data.reset_attention_mask=true; give that, or leave mean_document_length out"
-    if data.goldfish_k is None and facts.is_set("data.goldfish_h"):
-        yield f"{facts.named('data.goldfish_h')}: not used without data.goldfish_k; give that, or leave goldfish_h out"
 
 
 def _stream_problems(facts: Facts) -> Iterator[str]:
@@ -162,11 +137,6 @@ def _stream_problems(facts: Facts) -> Iterator[str]:
     if isinstance(data.data_path, str) and data.data_path.startswith(HF_PREFIX):
         where = facts.named("data.data_path")
         yield f"{where}: a streamed dataset cannot be split; use data.train_data_path and data.valid_data_path"
-    if not any(str(value).startswith(HF_PREFIX) for value in given.values()):
-        for key in ("stream_key", "stream_lanes", "stream_shuffle_rows", "on_bad_record"):
-            if facts.is_set(f"data.{key}"):
-                where = facts.named(f"data.{key}")
-                yield f"{where}: not used without a path that begins with {HF_PREFIX}; give one, or leave {key} out"
 
 
 def _split_problems(facts: Facts) -> Iterator[str]:

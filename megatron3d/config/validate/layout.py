@@ -258,6 +258,8 @@ def execution_problems(facts: Facts, mode: Mode) -> Iterator[str]:
     plans = [plan.on(mesh) for plan in (mode.expand, mode.contract)]
     able = [name for name, entry in MODES.items() if build_mode(name, None, entry.default_shape(8)).expand.w]
     train = facts.config.train
+    if facts.spec.tensor_size == 1:
+        return
     if train.tp_grad_reduce_in_bf16 and train.precision == "bf16" and not any(plan.w for plan in plans):
         where = facts.named("train.tp_grad_reduce_in_bf16")
         yield f"{where}: {describe_mode(facts.spec)} reduces no weight gradients; use false, or mode {one_of(able)}"
@@ -271,9 +273,7 @@ def execution_problems(facts: Facts, mode: Mode) -> Iterator[str]:
 def _async_problems(facts: Facts, plans: Sequence[MatmulPlan]) -> Iterator[str]:
     """Yield a message where nothing could run in rounds with its GEMM."""
     where = facts.named("parallel.tp_comm_overlap")
-    if facts.spec.tensor_size == 1:
-        yield f"{where}: no tensor-parallel communication; use false, or tensor_model_parallel_size 2 or more"
-    elif all(async_plan(plan).is_empty for plan in plans):
+    if all(async_plan(plan).is_empty for plan in plans):
         yield (
             f"{where}: {describe_mode(facts.spec)} neither all-gathers tokens before a GEMM nor reduce-scatters after "
             f"one; use false, or {one_of(tuple(_forms_in_rounds()))}"

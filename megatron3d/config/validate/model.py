@@ -205,11 +205,7 @@ NUM_EXPERTS, TOPK, GROUPS, GROUP_TOPK = (
 )
 SHARED, GATE = "model.moe_shared_expert_intermediate_size", "model.moe_shared_expert_gate"
 LOSS, COEFF = "model.moe_router_load_balancing_type", "model.moe_aux_loss_coeff"
-SIZE, ETP, DISPATCHER = (
-    f"parallel.{key}"
-    for key in ("expert_model_parallel_size", "expert_tensor_parallel_size", "moe_token_dispatcher_type")
-)
-LOAD = "parallel.expert_load_imbalance"
+SIZE, ETP = (f"parallel.{key}" for key in ("expert_model_parallel_size", "expert_tensor_parallel_size"))
 BIAS, RATE = "model.moe_router_enable_expert_bias", "model.moe_router_bias_update_rate"
 PRE_SOFTMAX, SCORES = "model.moe_router_pre_softmax", "model.moe_router_score_function"
 
@@ -218,9 +214,6 @@ def expert_problems(facts: Facts) -> Iterator[str]:
     """Yield the problems of the keys of a mixture of experts."""
     model, experts = facts.config.model, facts.arch.experts
     if experts is None:
-        for name in (name for name in type(model).model_fields if name.startswith("moe_")):
-            if facts.is_set(f"model.{name}"):
-                yield f"{facts.named(f'model.{name}')}: not used without {NUM_EXPERTS}; set it, or leave {name} out"
         return
     if experts.topk > experts.num_experts:
         yield f"{facts.named(TOPK)}: more than {NUM_EXPERTS}={experts.num_experts}; use 1 to {experts.num_experts}"
@@ -294,11 +287,7 @@ def _group_problems(facts: Facts) -> Iterator[str]:
 def expert_rank_problems(facts: Facts) -> Iterator[str]:
     """Yield what is wrong with the ranks that the experts are distributed over."""
     size, experts, sizes = facts.config.parallel.expert_model_parallel_size, facts.arch.experts, facts.spec.sizes
-    if size == 1 and facts.config.parallel.moe_token_dispatcher_type is not None:
-        yield f"{facts.named(DISPATCHER)}: no token leaves its rank with {SIZE}=1; leave {DISPATCHER} out"
     etensor = facts.config.parallel.expert_tensor_parallel_size
-    if experts is None and facts.config.parallel.expert_load_imbalance != 1:
-        yield f"{facts.named(LOAD)}: the model has no experts; set {NUM_EXPERTS}, or leave {LOAD} out"
     if size == etensor == 1 or sizes.mismatch:
         return
     if experts is None:

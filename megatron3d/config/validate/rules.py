@@ -9,11 +9,10 @@ from megatron3d.config.schema import Config
 from megatron3d.config.validate import files, layout
 from megatron3d.config.validate import model as network
 from megatron3d.config.validate.facts import Facts, describe_tensor, near_divisors, near_multiples, plain
+from megatron3d.config.validate.remarks import DYNAMIC, RECOMPUTE_KEYS
 from megatron3d.data.corpus.plan import vocabulary_problem
 from megatron3d.model.linear_spec import num_parameters
 from megatron3d.pipeline.schedules import size_problems as pipeline_sizes
-
-DYNAMIC = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 
 
 def precision_problems(facts: Facts) -> Iterator[str]:
@@ -24,20 +23,18 @@ def precision_problems(facts: Facts) -> Iterator[str]:
     if facts.config.train.grad_reduce_in_bf16 and facts.config.train.precision == "fp64":
         where = facts.named("train.grad_reduce_in_bf16")
         yield f"{where}: would undo {plain(facts.config, 'train.precision')}, which is for verification; use false"
-    if facts.config.train.tp_grad_reduce_in_bf16 and facts.config.train.precision != "bf16":
+    is_narrow = facts.config.train.tp_grad_reduce_in_bf16 and facts.spec.tensor_size > 1
+    if is_narrow and facts.config.train.precision != "bf16":
         where, precision = facts.named("train.tp_grad_reduce_in_bf16"), plain(facts.config, "train.precision")
         yield f"{where}: gradients of {precision} are not in bf16; use false, or train.precision bf16"
 
 
 def _loss_scale_problems(facts: Facts) -> Iterator[str]:
     config, train = facts.config, facts.config.train
-    given = [key for key in ("loss_scale", *DYNAMIC) if facts.is_set(f"train.{key}")]
     if train.precision != "fp16":
-        for key in given:
-            where, precision = facts.named(f"train.{key}"), plain(config, "train.precision")
-            yield f"{where}: not used with {precision}, whose loss is not scaled; use fp16, or leave {key} out"
-    elif train.loss_scale is not None:
-        for key in given[1:]:
+        return
+    if train.loss_scale is not None:
+        for key in (key for key in DYNAMIC if facts.is_set(f"train.{key}")):
             where, fixed = facts.named(f"train.{key}"), plain(config, "train.loss_scale")
             yield f"{where}: not used with {fixed}, which is fixed; leave one of the two out"
     elif train.min_loss_scale > train.initial_loss_scale:
@@ -70,14 +67,9 @@ def _process_problems(facts: Facts) -> Iterator[str]:
             f"{facts.named(key)}: torch cannot tell whether apex's kernels are deterministic, as "
             "train.deterministic_mode=true asks; use torch"
         )
-    if train.manual_gc_interval and not train.manual_gc:
-        where = facts.named("train.manual_gc_interval")
-        yield f"{where}: without train.manual_gc Python collects on its own; set that to true, or use 0"
 
 
 MAX_PARAMETERS, MAX_TOKENS, MAX_SCORES = 10**15, 10**9, 10**17
-# Value of train.recompute_granularity that each key belongs to.
-RECOMPUTE_KEYS = {"recompute_modules": "selective", "recompute_method": "full", "recompute_num_layers": "full"}
 
 
 def check(
@@ -153,30 +145,25 @@ def model_problems(facts: Facts) -> Iterator[str]:
 
 
 def schedule_problems(facts: Facts) -> Iterator[str]:
-    """Yield the problems of the learning-rate schedule, some of which depend on the length of the run."""
+    """Yield the problems of the learning-rate schedule; a run shorter than its phases is a remark."""
     config, optimizer = facts.config, facts.config.optimizer
-    decay = optimizer.lr_decay_iters or config.train.train_iters
-    source = "train.train_iters" if optimizer.lr_decay_iters is None else "optimizer.lr_decay_iters"
-    if optimizer.lr_warmup_iters > decay:
-        yield f"{facts.named('optimizer.lr_warmup_iters')}: more than {source}={decay}; use 0 to {decay}"
-    elif (optimizer.lr_wsd_decay_iters or 0) > decay - optimizer.lr_warmup_iters:
-        rest = decay - optimizer.lr_warmup_iters
+    decay, warmup, phase = optimizer.lr_decay_iters, optimizer.lr_warmup_iters, optimizer.lr_wsd_decay_iters or 0
+    if decay is not None and warmup > decay:
+        where = facts.named("optimizer.lr_warmup_iters")
+        yield f"{where}: more than optimizer.lr_decay_iters={decay}; use 0 to {decay}"
+    elif decay is not None and optimizer.lr_decay_style == "WSD" and phase > (rest := decay - warmup):
         yield (
-            f"{facts.named('optimizer.lr_wsd_decay_iters')}: more than the {rest} iterations that {source}={decay} "
-            f"leaves after lr_warmup_iters {optimizer.lr_warmup_iters}; use {one_of(sorted({min(rest, 1), rest}))}"
+            f"{facts.named('optimizer.lr_wsd_decay_iters')}: more than the {rest} iterations that "
+            f"optimizer.lr_decay_iters={decay} leaves after lr_warmup_iters {warmup}; "
+            f"use {one_of(sorted({min(rest, 1), rest}))}"
         )
     if optimizer.min_lr > optimizer.lr:
         yield f"{facts.named('optimizer.min_lr')}: more than {plain(config, 'optimizer.lr')}; use 0 to {optimizer.lr:g}"
 
 
 def unused_problems(facts: Facts) -> Iterator[str]:
-    """Yield a message per value that is set but not used with the other values."""
+    """Yield a message per value that contradicts another one, which makes it useless."""
     config = facts.config
-    optimizer = config.optimizer
-    for key in ("lr_wsd_decay_iters", "lr_wsd_decay_style"):
-        if getattr(optimizer, key) not in (None, "linear") and optimizer.lr_decay_style != "WSD":
-            where, style = facts.named(f"optimizer.{key}"), plain(config, "optimizer.lr_decay_style")
-            yield f"{where}: not used with {style}; use WSD, or leave it out"
     if config.data.tokenizer_model and config.data.tokenizer_type == "ByteTokenizer":
         yield f"{facts.named('data.tokenizer_model')}: ByteTokenizer has no model file; leave it out"
     if None not in (config.train.loss_chunk_tokens, config.train.loss_chunk_mb):
@@ -184,7 +171,7 @@ def unused_problems(facts: Facts) -> Iterator[str]:
         yield f"{where}: not used with {tokens}, which limits a chunk as well; leave one of the two out"
     yield from files.checkpoint_problems(facts)
     for key, wanted in RECOMPUTE_KEYS.items():
-        if getattr(config.train, key) is not None and config.train.recompute_granularity != wanted:
+        if getattr(config.train, key) is not None and config.train.recompute_granularity not in (None, wanted):
             where, granularity = facts.named(f"train.{key}"), plain(config, "train.recompute_granularity")
             yield f"{where}: not used with {granularity}; use {wanted}, or leave {key} out"
 

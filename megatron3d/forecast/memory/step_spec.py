@@ -121,7 +121,7 @@ def local_sizes(spec: RunSpec, kernels: KernelMemory) -> LocalSizes:
         kernels,
         data.reset_attention_mask,
         data.reset_position_ids,
-        narrow_wgrad=train.tp_grad_reduce_in_bf16,
+        narrow_wgrad=spec.narrow_wgrad,
         documents=typical_documents(spec),
         loss_chunk=spec.loss_chunk(kernels.on_gpu),
     )

@@ -37,7 +37,7 @@ PROFILES, TRACES = "profiles", "traces"
 
 def check_memory_history(logging: LoggingConfig, device: torch.device) -> None:
     """Raise UserError if `logging.record_memory_history` is set and the device is a CPU, which has no such history."""
-    if logging.record_memory_history and device.type == "cpu":
+    if logging.profile and logging.record_memory_history and device.type == "cpu":
         raise UserError(
             "logging.record_memory_history=true: this run computes on the CPU, whose allocator keeps no history; "
             "use false, or a GPU"
@@ -53,7 +53,8 @@ class Profiler:
         self._has_memory_history = logging.record_memory_history
         is_selected = logging.profile and rank in logging.profile_ranks
         self._folder = Path(save) / PROFILES if save and is_selected else None
-        self._iterations = range(logging.profile_step_start, logging.profile_step_end)
+        end = min(logging.profile_step_end, config.train.train_iters + 1)
+        self._iterations = range(logging.profile_step_start, end)
         self._profile: profile | None = None
 
     def begin_step(self, iteration: int, observer: Observer) -> Observer:

@@ -61,27 +61,6 @@ BROKEN = [
         "files of it",
     ),
     (
-        {"data": {"stream_lanes": 4}},
-        1,
-        "data.stream_lanes=4: not used without a path that begins with hf:; give one, or leave stream_lanes out",
-    ),
-    (
-        {"data": {"on_bad_record": "skip"}},
-        1,
-        "data.on_bad_record=skip: not used without a path that begins with hf:; give one, or leave on_bad_record out",
-    ),
-    (
-        {"data": {"goldfish_h": 4}},
-        1,
-        "data.goldfish_h=4: not used without data.goldfish_k; give that, or leave goldfish_h out",
-    ),
-    (
-        {"data": {"mean_document_length": 512}},
-        1,
-        "data.mean_document_length=512: not used without data.reset_attention_mask=true; give that, or leave "
-        "mean_document_length out",
-    ),
-    (
         {"data": {"reset_position_ids": True}, "model": {"position_embedding_type": "none"}},
         1,
         "data.reset_position_ids=true: the model has no positions; use false",

@@ -15,17 +15,8 @@ def problems(save: str | None, **logging: Any) -> list[str]:
 
 def test_a_profile_needs_iterations_ranks_and_a_folder() -> None:
     assert problems(None, profile=True, profile_step_start=9, profile_step_end=9, profile_ranks=[0, 2]) == [
-        "logging.profile_step_start=9: 9 is more than train.train_iters=8; use 1 to 8",
         "logging.profile=true: no folder to write profiles to; set checkpoint.save, or leave it out",
         "logging.profile_step_end=9: profiling starts at iteration 9 and stops before this one; use 10 or more",
         "logging.profile_ranks=[0,2]: rank 2 is not one of the 2 ranks; use 0 to 1",
     ]
     assert problems("run", profile=True, profile_step_start=8, profile_step_end=9, profile_ranks=[1]) == []
-
-
-def test_unused_logging_keys_are_refused() -> None:
-    assert problems("run", record_memory_history=True, wandb_name="mine") == [
-        "logging.record_memory_history=true: not used without logging.profile; use logging.profile=true, "
-        "or leave it out",
-        "logging.wandb_name=mine: no logging.wandb_project; name one, or leave wandb_name out",
-    ]

@@ -144,10 +144,9 @@ def test_ranks_are_tensor_x_pipeline_x_data() -> None:
     ]
 
 
-def test_traces_need_iterations_of_the_run_and_a_folder() -> None:
+def test_traces_need_a_folder() -> None:
     config = config_of({}, train={"global_batch_size": 8, "train_iters": 10}, logging={"trace_iterations": [3, 12]})
     assert check(config, 1) == [
-        "logging.trace_iterations=[3,12]: 12 is more than train.train_iters=10; use 1 to 10",
         "logging.trace_iterations=[3,12]: no folder to write traces to; set checkpoint.save, or leave it out",
     ]
     assert check(config_of({}, logging={"trace_iterations": [3]}, checkpoint={"save": "x"}), 1) == []

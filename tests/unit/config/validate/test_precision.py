@@ -11,16 +11,6 @@ from megatron3d.config.validate.rules import check
 
 BROKEN = [
     (
-        {"train": {"loss_scale": 128.0}},
-        "train.loss_scale=128.0: not used with train.precision=fp32, whose loss is not scaled; use fp16, or leave "
-        "loss_scale out",
-    ),
-    (
-        {"train": {"precision": "bf16", "hysteresis": 3}},
-        "train.hysteresis=3: not used with train.precision=bf16, whose loss is not scaled; use fp16, or leave "
-        "hysteresis out",
-    ),
-    (
         {"train": {"precision": "fp16", "loss_scale": 128.0, "loss_scale_window": 5}},
         "train.loss_scale_window=5: not used with train.loss_scale=128.0, which is fixed; leave one of the two out",
     ),

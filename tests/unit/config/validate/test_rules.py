@@ -43,37 +43,30 @@ BROKEN = [
         "model.vocab_size=60: less than the tokenizer's 61 tokens; use 61 or more, or leave it out",
     ),
     (
-        {"optimizer": {"lr_warmup_iters": 11}},
+        {"optimizer": {"lr_decay_style": "WSD", "lr_decay_iters": 10, "lr_warmup_iters": 4, "lr_wsd_decay_iters": 7}},
         1,
-        "optimizer.lr_warmup_iters=11: more than train.train_iters=10; use 0 to 10",
-    ),
-    (
-        {"optimizer": {"lr_decay_style": "WSD", "lr_warmup_iters": 4, "lr_wsd_decay_iters": 7}},
-        1,
-        "optimizer.lr_wsd_decay_iters=7: more than the 6 iterations that train.train_iters=10 leaves after "
+        "optimizer.lr_wsd_decay_iters=7: more than the 6 iterations that optimizer.lr_decay_iters=10 leaves after "
         "lr_warmup_iters 4; use 1 or 6",
     ),
     (
-        {"optimizer": {"lr_wsd_decay_iters": 7}},
+        {"optimizer": {"lr_warmup_iters": 11, "lr_decay_iters": 10}},
         1,
-        "optimizer.lr_wsd_decay_iters=7: not used with optimizer.lr_decay_style=cosine; use WSD, or leave it out",
+        "optimizer.lr_warmup_iters=11: more than optimizer.lr_decay_iters=10; use 0 to 10",
     ),
     (
-        {"optimizer": {"lr_wsd_decay_style": "cosine"}},
-        1,
-        "optimizer.lr_wsd_decay_style=cosine: not used with optimizer.lr_decay_style=cosine; use WSD, or leave it out",
+        {
+            "parallel": {"tensor_model_parallel_size": 2},
+            "train": {"tp_grad_reduce_in_bf16": True},
+        },
+        2,
+        "train.tp_grad_reduce_in_bf16=true: gradients of train.precision=fp32 are not in bf16; use false, or "
+        "train.precision bf16",
     ),
     ({"optimizer": {"lr": 0.1, "min_lr": 0.2}}, 1, "optimizer.min_lr=0.2: more than optimizer.lr=0.1; use 0 to 0.1"),
     (
         {"train": {"precision": "fp64", "grad_reduce_in_bf16": True}},
         1,
         "train.grad_reduce_in_bf16=true: would undo train.precision=fp64, which is for verification; use false",
-    ),
-    (
-        {"train": {"tp_grad_reduce_in_bf16": True}},
-        1,
-        "train.tp_grad_reduce_in_bf16=true: gradients of train.precision=fp32 are not in bf16; use false, or "
-        "train.precision bf16",
     ),
     (
         {
@@ -92,26 +85,10 @@ BROKEN = [
         "torch",
     ),
     (
-        {"train": {"recompute_modules": ["mlp_act"]}},
-        1,
-        "train.recompute_modules=[mlp_act]: not used with train.recompute_granularity=null; use selective, or leave "
-        "recompute_modules out",
-    ),
-    (
         {"train": {"recompute_granularity": "selective", "recompute_num_layers": 2}},
         1,
         "train.recompute_num_layers=2: not used with train.recompute_granularity=selective; use full, or leave "
         "recompute_num_layers out",
-    ),
-    (
-        {"checkpoint": {"save_interval": 5}},
-        1,
-        "checkpoint.save_interval=5: no folder to save to; set checkpoint.save, or leave it out",
-    ),
-    (
-        {"logging": {"wandb_mode": "offline"}},
-        1,
-        "logging.wandb_mode=offline: no logging.wandb_project; name one, or leave wandb_mode out",
     ),
 ]
 

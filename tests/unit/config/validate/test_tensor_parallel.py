@@ -193,12 +193,6 @@ BROKEN = [
         "grid",
     ),
     (
-        {"parallel": {"tp_comm_overlap": True}},
-        1,
-        "parallel.tp_comm_overlap=true: no tensor-parallel communication; use false, or tensor_model_parallel_size 2 "
-        "or more",
-    ),
-    (
         {"parallel": {"tp_comm_overlap": True, "tensor_model_parallel_size": 2}},
         2,
         "parallel.tp_comm_overlap=true: 1d: t 2 neither all-gathers tokens before a GEMM nor reduce-scatters after one"
