@@ -25,7 +25,10 @@ setup(
     long_description=README.read_text(encoding="utf-8") if README.exists() else "",
     long_description_content_type="text/markdown",
     license="Apache-2.0",
-    packages=find_packages(include=["megatron3d", "megatron3d.*"]),
+    packages=[*find_packages(include=["megatron3d", "megatron3d.*"]), "megatron3d.programs"],
+    package_dir={"megatron3d.programs": "tools"},
+    py_modules=["pretrain_gpt"],
+    entry_points={"console_scripts": ["megatron3d = megatron3d.__main__:main"]},
     package_data={
         "megatron3d.hardware": ["*.yaml", "clusters/*.yaml"],
         "megatron3d.forecast.time": ["*.yaml"],

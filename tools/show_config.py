@@ -20,8 +20,8 @@ HEAD = """# Configuration
 Every key, as `megatron3d/config/schema.py` and `megatron3d/model/option_table.py` declare it;
 `python tools/show_config.py` makes this page.  A YAML file has these sections; any key can be given on the command line
 as `section.key=value`.  An unknown key is an error, `--check` reports every problem at once, and `config.yaml` in a
-run's folder says where each value came from.  Keys of a feature that is off, such as `moe_*` of a dense model, are named
-in one warning.  Numbers are at most 10^12, and sizes of models, batches and layouts at most what is declared."""
+run's folder says where each value came from.  Keys of a feature that is off, such as `moe_*` of a dense model, are
+named in one warning.  Numbers are at most 10^12, and sizes of models, batches and layouts at most what is declared."""
 
 # Page about each key, by how the key begins.
 PAGES: Mapping[str, str] = {
