@@ -53,7 +53,7 @@ _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
 _MASTERS, MOMENTS = ("fp32_param", "param"), ("exp_avg", "exp_avg_sq")
 MAX_NAMES = 8
 # Arguments that have the name and the meaning of a key of these sections.
-_TRAINING: Mapping[str, tuple[type[TrainConfig | OptimizerConfig], tuple[str, ...]]] = {
+TRAINING: Mapping[str, tuple[type[TrainConfig | OptimizerConfig], tuple[str, ...]]] = {
     "train": (TrainConfig, ("micro_batch_size", "global_batch_size", "train_iters", "seed")),
     "optimizer": (
         OptimizerConfig,
@@ -313,7 +313,7 @@ def _read_training(arguments: Mapping[str, object]) -> tuple[dict[str, Any], lis
     names = {torch.bfloat16: "bf16", torch.float16: "fp16"}
     precision = next((name for name in names.values() if arguments.get(name)), "fp32")
     sections, notes = dict[str, Any](), list[str]()
-    for section, (kind, keys) in _TRAINING.items():
+    for section, (kind, keys) in TRAINING.items():
         values: dict[str, object] = {"precision": precision} if section == "train" else {}
         for name in keys:
             value = arguments.get(name)

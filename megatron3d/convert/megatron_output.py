@@ -18,11 +18,12 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from megatron3d.checkpoint import store
-from megatron3d.checkpoint.index import read_index, read_meta
+from megatron3d.checkpoint.index import Meta, read_index, read_meta
 from megatron3d.checkpoint.publish import iteration_folder
 from megatron3d.checkpoint.store import Index, Piece
 from megatron3d.config.model_defaults import resolve_architecture
-from megatron3d.config.schema import ModelConfig
+from megatron3d.config.read import read_config
+from megatron3d.config.schema import Config, ModelConfig
 from megatron3d.config.validate.files import TRACKER
 from megatron3d.convert.conversion import (
     ConversionReport,
@@ -34,7 +35,7 @@ from megatron3d.convert.conversion import (
     write_torch_folder,
 )
 from megatron3d.convert.hub_weights import dtype_of, rows_of
-from megatron3d.convert.megatron_checkpoint import FORMAT, FORMAT_FILE, MOMENTS, stored_shape
+from megatron3d.convert.megatron_checkpoint import FORMAT, FORMAT_FILE, MOMENTS, TRAINING, stored_shape
 from megatron3d.convert.megatron_table import MegatronTensor, megatron_tensors, read_arguments, write_arguments
 from megatron3d.convert.torch_folder import COMMON
 from megatron3d.errors import UserError
@@ -50,7 +51,8 @@ _VERSION = 3.0
 def to_megatron(request: ConversionRequest) -> ConversionReport:
     """Write a folder of Megatron-LM with the weights of a checkpoint, and the moments that it has.
 
-    Raises UserError where Megatron-LM's GPT has not what the model has.
+    With the run's config.yaml it also has the optimizer's groups of parameters and the learning-rate schedule.  Raises
+    UserError where Megatron-LM's GPT has not what the model has.
     """
     checkpoint = store.resolve(request.source)
     arch, meta, index = read_architecture(checkpoint), read_meta(checkpoint), read_index(checkpoint)
@@ -66,9 +68,19 @@ def to_megatron(request: ConversionRequest) -> ConversionReport:
         for name, _ in each.tensor.parts
         if not each.tensor.is_state
     )
+    path = checkpoint.parent / "config.yaml"
+    config = read_config(path).config if path.is_file() else None
+    if config is not None:
+        sections = {"train": config.train, "optimizer": config.optimizer}
+        arguments |= {name: getattr(sections[part], name) for part, (_, names) in TRAINING.items() for name in names}
     common = {"args": Namespace(**arguments), "checkpoint_version": _VERSION, "iteration": meta.iteration}
     if has_moments:
-        common["optimizer"] = {"state": {"common_step": torch.tensor(meta.optimizer_steps)}}
+        state: dict[str, object] = {"state": {"common_step": torch.tensor(meta.optimizer_steps)}}
+        if config is not None:
+            ranks = {len(each.tensor.shape) for each in table if not each.tensor.is_state}
+            state["param_groups"] = _groups(config, meta, ranks)
+            common["opt_param_scheduler"] = _schedule(config, meta)
+        common["optimizer"] = state if dtype is torch.float32 else {"optimizer": state}
     with output_folder(request.target) as folder:
         place = iteration_folder(folder, meta.iteration)
         place.mkdir()
@@ -79,9 +91,41 @@ def to_megatron(request: ConversionRequest) -> ConversionReport:
         write_text(place / FORMAT_FILE, json.dumps({"sharded_backend": FORMAT, **versions}))
         write_text(folder / TRACKER, str(meta.iteration))
     counts = f"{len({each.forms[0][0].name for each in table})} tensors of iteration {meta.iteration}"
-    moments = ("moments are written as optimizer.state.exp_avg and exp_avg_sq, without groups of parameters",)
-    load = "Megatron-LM loads the weights with --no-load-optim --no-load-rng --dist-ckpt-strictness log_all"
-    return ConversionReport((f"{counts}, {num_bytes:,} bytes", *moments * has_moments, load))
+    goes_on = has_moments and config is not None
+    moments = "moments are written as optimizer.state.exp_avg and exp_avg_sq"
+    groups = (
+        "with groups of parameters and the schedule"
+        if goes_on
+        else f"no groups of parameters, since there is no {path}"
+    )
+    without = "--no-load-rng" if goes_on else "--no-load-optim --no-load-rng"
+    load = f"Megatron-LM loads it with {without} --dist-ckpt-strictness log_all"
+    load += ", without --use-distributed-optimizer" * goes_on
+    return ConversionReport((f"{counts}, {num_bytes:,} bytes", *(f"{moments}, {groups}",) * has_moments, load))
+
+
+def _groups(config: Config, meta: Meta, ranks: set[int]) -> list[dict[str, object]]:
+    """Return the optimizer's groups of parameters, which Megatron-LM knows by their factors: matrices, then vectors.
+
+    Megatron-LM itself adds which parameters these are; `ranks` are numbers of dims of the model's tensors.
+    """
+    ours, step = config.optimizer, int(meta.optimizer_steps)
+    shared: dict[str, object] = {"lr": ours.lr, "betas": (ours.adam_beta1, ours.adam_beta2), "eps": ours.adam_eps}
+    shared |= {"bias_correction": True, "step": step, "max_lr": ours.lr, "min_lr": ours.min_lr, "lr_mult": 1.0}
+    shared |= {"is_expert_parallel": False, "is_decoupled_lr": False, "default_config": True}
+    factors = (1.0, 0.0) if 1 in ranks else (1.0,)
+    return [{**shared, "wd_mult": factor, "weight_decay": factor * ours.weight_decay} for factor in factors]
+
+
+def _schedule(config: Config, meta: Meta) -> dict[str, object]:
+    """Return the state of Megatron-LM's schedule of learning rates, which counts samples."""
+    ours, batch = config.optimizer, config.train.global_batch_size
+    decay_iters = ours.lr_decay_iters or config.train.train_iters
+    rates = {"max_lr": ours.lr, "min_lr": ours.min_lr, "lr_decay_style": ours.lr_decay_style}
+    steps = {"lr_warmup_steps": ours.lr_warmup_iters * batch, "lr_decay_steps": decay_iters * batch}
+    steps |= {"num_steps": meta.consumed_samples, "wd_incr_steps": config.train.train_iters * batch}
+    decay = {"start_wd": ours.weight_decay, "end_wd": ours.weight_decay, "wd_incr_style": "constant"}
+    return {**rates, **steps, **decay}
 
 
 def _checked_arguments(arch: Architecture) -> dict[str, object]:

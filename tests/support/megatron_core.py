@@ -292,6 +292,39 @@ def load(place: Path, model: Any) -> None:
     model.load_state_dict({**model.state_dict(), **own})
 
 
+@quiet()
+def load_optimizer(place: Path, model: Any) -> tuple[torch.optim.Optimizer, Any]:
+    """Load an optimizer's state with megatron-core's own classes; return its update rule and its schedule."""
+    modules = core("optimizer"), core("optimizer.optimizer"), core("optimizer_param_scheduler")
+    config = core("optimizer.optimizer_config").OptimizerConfig(lr=0.5, min_lr=0.5)
+    groups = modules[0]._get_param_groups([model], config, None)
+    inner = torch.optim.AdamW(groups, lr=0.5)
+    optimizer = object.__new__(modules[1].FP32Optimizer)  # whose own __init__ makes a tensor on a GPU
+    modules[1].MegatronOptimizer.__init__(optimizer, inner, config, _init_state)
+    optimizer.is_stub_optimizer = False
+    weights = model.sharded_state_dict(metadata={"dp_cp_group": torch.distributed.group.WORLD})
+    wanted = {"optimizer": optimizer.sharded_state_dict(weights, is_loading=True)}
+    found = core("dist_checkpointing").load(wanted, str(place))
+    optimizer.load_state_dict(found["optimizer"])
+    schedule = modules[2].OptimizerParamScheduler(
+        optimizer, 0.0, 0.5, 0.5, 0, 9, "linear", 0.0, 0.0, 5, "constant", use_checkpoint_opt_param_scheduler=True
+    )
+    schedule.load_state_dict(found["opt_param_scheduler"])
+    schedule.step(0)  # rates and decay of the groups, as training sets them before each step
+    return inner, schedule
+
+
+def _init_state(optimizer: torch.optim.Optimizer, config: Any) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            state = optimizer.state[param]
+            state |= {
+                "step": torch.tensor(0.0),
+                "exp_avg": torch.zeros_like(param),
+                "exp_avg_sq": torch.ones_like(param),
+            }
+
+
 def sharded_optimizer(sharding: Any, weights: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return an optimizer's state in the form of megatron-core's `FP32Optimizer`."""
     params = [param for group in optimizer.param_groups for param in group["params"]]

@@ -163,6 +163,16 @@ def test_training_goes_on_as_in_megatron_core(theirs: None, name: str, tmp_path:
     assert convert("from-megatron", tmp_path / "back", tmp_path / "again") == 0
     folders = [store.resolve(tmp_path / name) for name in ("run", "again")]
     assert read_meta(folders[0]) == read_meta(folders[1])
+    assert read_config(tmp_path / "again" / "config.yaml").config.optimizer == config.optimizer
+    if name != "experts":  # whose norms have another name than Transformer Engine's
+        other = megatron_core.build(arguments, seed=4)
+        megatron_core.load(tmp_path / "back" / "iter_0000003", other)
+        optimizer, schedule = megatron_core.load_optimizer(tmp_path / "back" / "iter_0000003", other)
+        assert {group["weight_decay"] for group in optimizer.param_groups} == {0.0, arguments["weight_decay"]}
+        np.testing.assert_allclose(
+            megatron_core.train(other, optimizer, batches[num_steps:]), wanted, rtol=0, atol=1e-5
+        )
+        assert (schedule.num_steps, schedule.max_lr, schedule.lr_decay_steps) == (12, 0.01, 80)
 
 
 def tensors(folder: Path) -> dict[str, tuple[torch.dtype, Tensor]]:
