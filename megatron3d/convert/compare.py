@@ -147,9 +147,16 @@ def has_transformers() -> bool:
 
 @torch.no_grad()
 def compare_transformers(
-    ours_BSV: Tensor, folder: Path, rounded: torch.dtype, tokens_BS: Tensor, rows_V: Tensor, has_experts: bool = False
+    ours_BSV: Tensor,
+    folder: Path,
+    rounded: torch.dtype,
+    tokens_BS: Tensor,
+    rows_V: Tensor,
+    *,
+    class_name: str,
+    has_experts: bool = False,
 ) -> LogitComparison:
-    """Compare our logits with those of transformers' model; the whole model is in memory.
+    """Compare our logits with those of transformers' class of a folder; the whole model is in memory.
 
     It is in fp32, with experts in fp64: rounding changes which experts a token is sent to, and then its logits.
     """
@@ -162,9 +169,10 @@ def compare_transformers(
         if has_experts and int(transformers.__version__.partition(".")[0]) >= 5
         else {}
     )
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, local_files_only=True, trust_remote_code=False, dtype=wide, **eager
-    )
+    kind: Any = getattr(transformers, class_name)
+    described = kind.config_class  # also where the folder names another model type
+    config = described.from_pretrained(folder, local_files_only=True, model_type=described.model_type)
+    model = kind.from_pretrained(folder, config=config, local_files_only=True, dtype=wide, **eager)
     for stored in model.state_dict().values():  # not the rotary frequencies, which are computed and never rounded
         stored.copy_(stored.to(rounded))
     theirs = model.eval()(tokens_BS, use_cache=False).logits.double()[..., rows_V]

@@ -10,7 +10,7 @@ from pydantic import JsonValue, ValidationError
 
 from megatron3d.attention.rotary_spec import YARN
 from megatron3d.config.schema import ModelConfig
-from megatron3d.convert.family_table import MODEL_TYPES
+from megatron3d.convert.family_table import MODEL_TYPES, SAME_TYPES, WHOLE_MODELS
 from megatron3d.convert.fields import (
     LOCAL_BASE,
     METADATA,
@@ -27,13 +27,45 @@ from megatron3d.convert.fields import (
 from megatron3d.errors import UserError
 from megatron3d.model.spec import Architecture
 
+# Fields of a whole model that hold for its language model too.
+_OF_WHOLE = ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config", "tie_word_embeddings")
+
+
+def language_model(settings: HubConfig) -> tuple[HubConfig, tuple[str, ...]]:
+    """Return the fields of the language model that a config.json describes, and notes on what is otherwise.
+
+    They are all, under the name of the model type with the same layers, or those of a part of a whole model.
+    """
+    said = str(settings.get("model_type"))
+    if said in SAME_TYPES:
+        note = f"model_type={show(said)}: its layers are those of {SAME_TYPES[said]}, and it converts as that"
+        return {**settings, "model_type": SAME_TYPES[said]}, (note,)
+    whole, text = WHOLE_MODELS.get(said), settings.get("text_config")
+    if whole is None:
+        return settings, ()
+    if not isinstance(text, dict) or text.get("model_type", whole.text_types[0]) not in whole.text_types:
+        raise UserError(
+            f"config.json: text_config of model_type={show(said)}: not that of one of the models "
+            f"{', '.join(whole.text_types)}; give a folder of one of these"
+        )
+    shared = {name: settings[name] for name in _OF_WHOLE if name in settings}
+    note = f"model_type={show(said)}: the language model is converted, and nothing that reads images"
+    return {"model_type": whole.text_types[0], **text, **shared, "architectures": None}, (note,)
+
+
+def class_name_of(settings: HubConfig) -> str:
+    """Return the name of transformers' class of a model type; empty for one that cannot be converted."""
+    said = str(settings.get("model_type"))
+    found = WHOLE_MODELS.get(said) or MODEL_TYPES.get(SAME_TYPES.get(said, said))
+    return found.class_name if found else ""
+
 
 def model_type_of(settings: HubConfig) -> str:
     """Return the model type; raises UserError for one that cannot be converted."""
     model_type = settings.get("model_type")
     if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
         raise UserError(
-            f"config.json: model_type={show(model_type)}: megatron3d has the models {', '.join(MODEL_TYPES)}; "
+            f"config.json: model_type={show(model_type)}: megatron3d has the models {', '.join(_known_types())}; "
             "give a folder of one of these"
         )
     named = settings.get("architectures")
@@ -44,6 +76,10 @@ def model_type_of(settings: HubConfig) -> str:
             f"{class_name}.save_pretrained wrote"
         )
     return model_type
+
+
+def _known_types() -> Iterator[str]:
+    yield from (*MODEL_TYPES, *SAME_TYPES, *WHOLE_MODELS)
 
 
 def read_settings(settings: HubConfig, seq_length: int | None = None) -> ModelConfig:

@@ -36,7 +36,7 @@ from megatron3d.config.report import write_resolved
 from megatron3d.config.schema import CheckpointConfig, Config, DataConfig, TrainConfig
 from megatron3d.convert import compare
 from megatron3d.convert.compare import LogitComparison
-from megatron3d.convert.config_json import represents, write_settings
+from megatron3d.convert.config_json import class_name_of, represents, write_settings
 from megatron3d.convert.fields import HubConfig
 from megatron3d.convert.hub_weights import (
     DTYPES,
@@ -151,7 +151,7 @@ def from_hub(request: ConversionRequest) -> ConversionReport:
         sources = {"model": f"{request.source / 'config.json'}", "data": f"{request.source}"}
         origins = {f"{part}.{key}": sources.get(part, "default") for part, keys in SECTIONS.items() for key in keys}
         write_resolved(Resolved(config, origins), folder / "config.yaml", model.vocab_size)
-        agreements = _compare_logits(checkpoint, arch, hub.settings, weights, request)
+        agreements = _compare_logits(checkpoint, arch, hub.settings, weights, request, hub.class_name)
         _write_record(folder, request, agreements, arch, hub.model_type)
     counts = f"{len(weights.table)} tensors of {len(weights.files)} files"
     return ConversionReport((counts, *hub.notes, *notes), agreements)
@@ -186,7 +186,7 @@ def to_hub(request: ConversionRequest) -> ConversionReport:
         shards = divide(table, dtype, request.max_shard_bytes)
         write_shards(folder, shards, dtype, _values(checkpoint, table, dtype))
         weights = HubWeights(folder, arch, model_type)
-        agreements = _compare_logits(checkpoint, arch, settings, weights, request)
+        agreements = _compare_logits(checkpoint, arch, settings, weights, request, class_name_of(settings))
         _write_record(folder, request, agreements, arch, model_type)
     return ConversionReport((f"{len(table)} tensors into {len(shards)} files", *lost_notes, *notes), agreements)
 
@@ -209,7 +209,12 @@ def _origin(checkpoint: Path) -> str:
 
 
 def _compare_logits(
-    checkpoint: Path, arch: Architecture, settings: HubConfig, weights: HubWeights, request: ConversionRequest
+    checkpoint: Path,
+    arch: Architecture,
+    settings: HubConfig,
+    weights: HubWeights,
+    request: ConversionRequest,
+    class_name: str,
 ) -> tuple[LogitComparison, ...]:
     """Run both models on the stored inputs; raises LogitsDiffer."""
     if not request.with_logits:
@@ -224,8 +229,12 @@ def _compare_logits(
 
     found = [compare.compare(ours, settings, values, rounded, places)]
     if request.with_transformers and compare.has_transformers():
-        has_experts = arch.experts is not None
-        found.append(compare.compare_transformers(ours, weights.folder, rounded, tokens, rows, has_experts))
+        peer, has_experts = weights.folder, arch.experts is not None
+        found.append(
+            compare.compare_transformers(
+                ours, peer, rounded, tokens, rows, class_name=class_name, has_experts=has_experts
+            )
+        )
     wrong = [agreement for agreement in found if not agreement.holds]
     if wrong:
         raise LogitsDiffer(

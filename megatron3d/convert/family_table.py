@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 
 from megatron3d.convert.expert_table import EXPERT_TYPES
-from megatron3d.convert.fields import AllowedValues, FieldMapping, ModelType, show
+from megatron3d.convert.fields import AllowedValues, FieldMapping, ModelType, WholeModel, show
 from megatron3d.convert.llama_table import COMMON, NO_WINDOWS, ROTARY_TYPES, equal_heads_obstacles, rotary_fields
 
 MODEL_TYPES: Mapping[str, ModelType] = {
@@ -57,6 +57,16 @@ MODEL_TYPES: Mapping[str, ModelType] = {
     ),
     **ROTARY_TYPES,
     **EXPERT_TYPES,
+}
+
+
+# Model types whose layers and fields are those of another one.
+SAME_TYPES: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
+_IMAGES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+_TEXT = {"language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model."}
+WHOLE_MODELS: Mapping[str, WholeModel] = {
+    "gemma3": WholeModel("Gemma3ForConditionalGeneration", ("gemma3_text",), _TEXT, _IMAGES),
+    "mistral3": WholeModel("Mistral3ForConditionalGeneration", ("mistral",), _TEXT, _IMAGES),
 }
 
 

@@ -166,6 +166,30 @@ class ModelType:
         return frozenset(names)
 
 
+@dataclass(frozen=True)
+class WholeModel:
+    """A published model of text and images, of which the language model is converted.
+
+    Attributes:
+        class_name: entry of `architectures`.
+        text_types: model types that `text_config` may have; the first is that of one that names none.
+        prefixes: how names of the language model's tensors begin, and how they begin in a folder of it alone.
+        others: how names of the other tensors begin.
+    """
+
+    class_name: str
+    text_types: tuple[str, ...]
+    prefixes: Mapping[str, str]
+    others: tuple[str, ...]
+
+    def text_name(self, name: str) -> str | None:
+        """Return the name of a tensor in a folder of the language model alone; None for one of another part."""
+        if name.startswith(self.others):
+            return None
+        start = next((start for start in self.prefixes if name.startswith(start)), "")
+        return self.prefixes.get(start, "") + name.removeprefix(start)
+
+
 def arch_value(arch: Architecture, name: str) -> Any:
     """Return the value of one of our keys; biases that are left out are those of all linears."""
     effective = {"add_qkv_bias": "has_qkv_bias", "add_mlp_bias": "has_mlp_bias", "multi_latent_attention": "is_latent"}

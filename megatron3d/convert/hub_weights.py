@@ -30,9 +30,9 @@ from megatron3d.checkpoint.pieces import dtype_name, raw_bytes, safetensors_head
 from megatron3d.checkpoint.read import BoxFile, check_length
 from megatron3d.config.model_defaults import resolve_architecture
 from megatron3d.config.schema import ModelConfig
-from megatron3d.convert.config_json import model_type_of, read_settings
-from megatron3d.convert.family_table import MODEL_TYPES
-from megatron3d.convert.fields import HubConfig
+from megatron3d.convert.config_json import class_name_of, language_model, model_type_of, read_settings
+from megatron3d.convert.family_table import MODEL_TYPES, WHOLE_MODELS
+from megatron3d.convert.fields import HubConfig, WholeModel
 from megatron3d.convert.tensor_names import LAYER, MTP_COPIES, TIED_HEAD, FileTensor, Place, RowRange, file_tensors
 from megatron3d.data.token_files.files import is_path
 from megatron3d.data.tokenizers.special_tokens import MAX_BYTES
@@ -115,12 +115,15 @@ class HubWeights:
     """The tensors of a folder of a model, and their `table`; `stored` says where each is.
 
     `vocabulary` names those with a row for each token.  Raises UserError with every problem where files are missing,
-    damaged or foreign, or tensors other than the table's.
+    damaged or foreign, or tensors other than the table's.  Of a `whole` model it is the language model's.
     """
 
-    def __init__(self, folder: Path, arch: Architecture, model_type: str) -> None:
+    def __init__(self, folder: Path, arch: Architecture, model_type: str, whole: WholeModel | None = None) -> None:
         self.folder, self.files = folder, find_files(folder)
         found = {tensor.name: tensor for path in self.files for tensor in _tensors(path)}
+        if whole is not None:
+            named = ((whole.text_name(name), tensor) for name, tensor in found.items())
+            found = {name: tensor for name, tensor in named if name is not None}
         is_stacked = arch.experts is not None and any(STACKED.search(name) for name in found)
         tensors = self.table = file_tensors(arch, model_type, is_stacked)
         self.vocabulary = frozenset(tensor.name for tensor in tensors if tensor.has_vocabulary)
@@ -226,9 +229,9 @@ def refuse_code(folder: Path, settings: HubConfig) -> tuple[str, ...]:
     if not code and settings.get("auto_map") is None:
         return ()
     what = code[0] if code else "auto_map in config.json"
-    hub_type = MODEL_TYPES.get(str(settings.get("model_type")))
-    if hub_type is not None and settings.get("architectures") == [hub_type.class_name]:
-        return (f"{what}: code is never run; the model is {hub_type.class_name} as transformers has it",)
+    class_name = class_name_of(settings)
+    if class_name and settings.get("architectures") == [class_name]:
+        return (f"{what}: code is never run; the model is {class_name} as transformers has it",)
     raise UserError(
         f"{folder}: {what} defines the model by code, which is never run here; if transformers has the same model "
         "without that code (trust_remote_code=False computes the same), remove auto_map and the .py files"
@@ -296,7 +299,10 @@ def weights_meta(arch: Architecture, tokenizer: str | None, model_type: str) -> 
 
 @dataclass(frozen=True)
 class HubFolder:
-    """A folder that was opened: its config.json, the model that this describes, its weights, and notes on it."""
+    """A folder that was opened: its config.json, the model that this describes, its weights, and notes on it.
+
+    `settings` are those of the language model; `class_name` is transformers' class of the folder.
+    """
 
     settings: HubConfig
     model: ModelConfig
@@ -304,6 +310,7 @@ class HubFolder:
     arch: Architecture
     weights: HubWeights
     notes: tuple[str, ...]
+    class_name: str
 
 
 def open_folder(folder: Path, seq_length: int | None = None) -> HubFolder:
@@ -312,12 +319,14 @@ def open_folder(folder: Path, seq_length: int | None = None) -> HubFolder:
     Raises UserError with every field of config.json that our model cannot represent, or every problem of the files.
     """
     refuse_torch_folder(folder)
-    settings = read_json(source_file(folder, "config.json"))
-    code = refuse_code(folder, settings)
+    published = read_json(source_file(folder, "config.json"))
+    code = refuse_code(folder, published)
+    settings, part = language_model(published)
     model, absent = without_absent_modules(folder, read_settings(settings, seq_length))
     arch, model_type = resolve_architecture(model, model.vocab_size or 0), model_type_of(settings)
-    weights = HubWeights(folder, arch, model_type)
-    return HubFolder(settings, model, model_type, arch, weights, (*code, *absent))
+    whole = WHOLE_MODELS.get(str(published.get("model_type")))
+    weights, notes = HubWeights(folder, arch, model_type, whole), (*code, *part, *absent)
+    return HubFolder(settings, model, model_type, arch, weights, notes, class_name_of(published))
 
 
 def read_hub_index(folder: Path) -> Index:

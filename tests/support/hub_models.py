@@ -241,12 +241,21 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 QWEN3 = {**LLAMA, "model_type": "qwen3", "head_dim": 4}
 
 
-def write_hub(folder: Path, settings: dict[str, Any], seed: int = 0, max_shard_size: str = "5GB") -> Path:
-    """Write a model with random weights, biases and norm scales, and a tokenizer of two words; return the folder."""
+def write_hub(
+    folder: Path,
+    settings: dict[str, Any],
+    seed: int = 0,
+    max_shard_size: str = "5GB",
+    auto: Any = transformers.AutoModelForCausalLM,
+) -> Path:
+    """Write a model with random weights, biases and norm scales, and a tokenizer of two words; return the folder.
+
+    `auto` makes the model of its settings.
+    """
     torch.manual_seed(seed)
     settings = {"bos_token_id": None, "eos_token_id": None, **settings}
     config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    model = auto.from_config(config)
     for param in model.parameters():
         param.data.normal_(std=0.4)
     for name, buffer in model.named_buffers():

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
 
 from megatron3d.config.model_defaults import resolve_architecture
 from megatron3d.convert.config_json import read_settings, write_settings
+from megatron3d.convert.conversion import ConversionReport, ConversionRequest, from_hub, to_hub
+from megatron3d.convert.hub_weights import SINGLE
 from megatron3d.errors import UserError
-from tests.support.hub_models import HUB_FAMILIES
+from tests.support.hub_models import HUB_FAMILIES, write_hub
 
 # Fields without effect, or of older files, in folders that their authors published.
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -79,3 +86,61 @@ def test_fields_that_serving_engines_read_are_written(name: str) -> None:
     rope = written["rope_scaling"]
     assert isinstance(rope, dict) and rope["mscale"] == rope["mscale_all_dim"] == 0.707
     assert resolve_architecture(read_settings(written), 37) == arch
+
+
+def both_ways(folder: Path) -> tuple[ConversionReport, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Convert a folder there and back; return the report, and the tensors of both folders."""
+    there = from_hub(ConversionRequest(folder, folder.with_name("run")))
+    back = to_hub(ConversionRequest(folder.with_name("run"), folder.with_name("back")))
+    assert [agreement.holds for report in (there, back) for agreement in report.agreements] == [True] * 4
+    before, after = (load_file(each / SINGLE) for each in (folder, folder.with_name("back")))
+    return there, before, after
+
+
+IMAGES = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+IMAGES |= {"image_size": 28, "patch_size": 14}
+WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3": (
+        "gemma3_text",
+        {"mm_tokens_per_image": 4, "image_token_index": 37, "boi_token_index": 35, "eoi_token_index": 34},
+    ),
+    "mistral3": ("mistral", {"image_token_index": 37, "spatial_merge_size": 1}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WHOLE)
+def test_the_language_model_of_a_whole_model_is_converted(name: str, tmp_path: Path) -> None:
+    part, fields = WHOLE[name]
+    text = {**HUB_FAMILIES[part], "tie_word_embeddings": name == "gemma3", "pad_token_id": 0}
+    ids = {"bos_token_id": None, "eos_token_id": None, "final_logit_softcapping": None}  # not read in whole models
+    whole = {**fields, "model_type": name, "vision_config": IMAGES, "text_config": {**text, **ids}}
+    folder = write_hub(tmp_path / "hub", whole, auto=transformers.AutoModelForImageTextToText)
+    report, before, after = both_ways(folder)
+    assert any(f'model_type="{name}": the language model is converted' in note for note in report.notes)
+    prefix = "language_model."
+    text_tensors = {key.removeprefix(prefix): value for key, value in before.items() if key.startswith(prefix)}
+    assert len(text_tensors) < len(before) and text_tensors.keys() == after.keys()
+    assert all(torch.equal(text_tensors[key], after[key]) for key in after)
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["model_type"] == part
+
+
+def test_another_language_model_inside_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": {"model_type": "x"}}))
+    with pytest.raises(UserError, match="text_config of model_type"):
+        from_hub(ConversionRequest(tmp_path, tmp_path / "run"))
+
+
+@pytest.mark.slow
+def test_a_type_with_the_layers_of_another_is_read_as_that(tmp_path: Path) -> None:
+    """Kimi K2's folders name code of their own, and the class that they would run."""
+    folder = write_hub(tmp_path / "hub", HUB_FAMILIES["deepseek_v3"])
+    settings = json.loads((folder / "config.json").read_text())
+    settings |= {
+        "model_type": "kimi_k2",
+        "auto_map": {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"},
+    }
+    (folder / "config.json").write_text(json.dumps(settings))
+    report, before, after = both_ways(folder)
+    assert any("its layers are those of deepseek_v3" in note for note in report.notes)
+    assert all(torch.equal(before[key], after[key]) for key in before)
