@@ -539,7 +539,7 @@ MUTATIONS = [
     Mutation(
         "a group's score of all its experts",
         "experts/router.py",
-        "grouped.topk(max(experts.topk // experts.group_topk, 1), dim=-1).values.sum(-1)",
+        "grouped.topk(experts.num_group_scores, dim=-1).values.sum(-1)",
         "grouped.sum(-1)",
         ROUTER,
     ),

@@ -84,6 +84,7 @@ def _experts(model: ModelConfig, ffn_hidden_size: int) -> Experts | None:
         pre_softmax=model.moe_router_pre_softmax,
         num_groups=model.moe_router_num_groups,
         group_topk=model.moe_router_group_topk,
+        group_score_topk=model.moe_router_group_score_topk,
         scaling_factor=_or_default(model.moe_router_topk_scaling_factor, 1.0),
         has_router_bias=model.moe_router_bias,
         has_expert_bias=model.moe_router_enable_expert_bias,

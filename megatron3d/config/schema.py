@@ -183,6 +183,13 @@ class ModelConfig(Section, ModelOptions, FamilyOption, frozen=True):
     moe_router_group_topk: int | None = key(
         None, "with moe_router_num_groups: groups of a token", ge=1, most=10**5, also="topk_group"
     )
+    moe_router_group_score_topk: int | None = key(
+        None,
+        "with moe_router_num_groups: best scores of a group whose sum is its score; default: moe_router_topk / "
+        "moe_router_group_topk",
+        ge=1,
+        most=10**5,
+    )
     moe_router_topk_scaling_factor: float | None = key(
         None, "factor of the chosen experts' weights; default: 1", gt=0, also="routed_scaling_factor"
     )

@@ -55,6 +55,8 @@ class ExpertFields:
         shared: number of shared experts of the size of the others; None: the type has none of these.
         gated_shared: inner features of the shared experts, whose output has a gate; None: the type has none of these.
         groups, kept_groups: groups of experts, and how many a token chooses from.
+        group_scores: best scores of a group whose sum is its score.
+        method: field of the choice with its values without groups and with them; None: the number of groups tells.
         scale: factor of the weights.
         first_dense: number of layers before those with experts.
         lists_dense: whether `mlp_only_layers` and `decoder_sparse_step` choose the layers.
@@ -69,6 +71,8 @@ class ExpertFields:
     gated_shared: Field | None = None
     groups: Field | None = None
     kept_groups: Field | None = None
+    group_scores: int = 2
+    method: tuple[str, str, str] | None = None
     scale: Field | None = None
     first_dense: Field | None = None
     lists_dense: bool = False
@@ -80,7 +84,8 @@ class ExpertFields:
     def names(self) -> tuple[str, ...]:
         """Names of the fields."""
         given = (getattr(self, each.name) for each in fields(self))
-        return (*(value[0] for value in given if isinstance(value, tuple)), *((_DENSE, _STEP) * self.lists_dense))
+        named = (value[0] for value in given if isinstance(value, tuple))
+        return (*named, *((_DENSE, _STEP) * self.lists_dense))
 
     def keys(self) -> DerivedKeys:
         """Return what converts the fields in both directions."""
@@ -96,6 +101,7 @@ class ExpertFields:
             "moe_shared_expert_gate": self.gated_shared is not None,
             "moe_router_num_groups": self.groups is not None,
             "moe_router_group_topk": self.groups is not None,
+            "moe_router_group_score_topk": self.groups is not None,
             "moe_router_topk_scaling_factor": self.scale is not None,
         }
         shown = tuple(key for key, has in given.items() if has)
@@ -132,19 +138,24 @@ class ExpertFields:
             ours["moe_shared_expert_intermediate_size"] = number * ffn
         if self.gated_shared is not None:
             ours |= {"moe_shared_expert_intermediate_size": value(self.gated_shared), "moe_shared_expert_gate": True}
-        if value(self.groups) not in (None, 1):
-            ours |= {"moe_router_num_groups": value(self.groups), "moe_router_group_topk": value(self.kept_groups)}
-        kept, topk = ours.get("moe_router_group_topk"), ours["moe_router_topk"]
-        if isinstance(kept, int) and isinstance(topk, int) and topk // max(kept, 1) != 2 and self.kept_groups:
-            problems.append(
-                f"{self.kept_groups[0]}={kept}: a group's score is the sum of its two best there, of as many as "
-                f"are chosen in it here; use half of {self.topk[0]}={topk}"
-            )
+        ours |= self._groups(settings, value(self.groups), value(self.kept_groups), value(self.topk))
+        topk, chosen = ours["moe_router_topk"], settings.get(self.method[0]) if self.method else None
+        if self.method and chosen not in (None, *self.method[1:]):
+            problems.append(f"{self.method[0]}={show(chosen)}: only {' or '.join(map(show, self.method[1:]))} works")
         if topk is None:
             problems.append(f"{self.topk[0]}=null: experts of a token; a number works")
         if self.score == "sigmoid" and topk == 1:
             problems.append(f"{self.topk[0]}=1: the weight of a single expert is its score here, and 1 there; use 2")
         return ours, problems
+
+    def _groups(self, settings: HubConfig, groups: JsonValue, kept: JsonValue, topk: JsonValue) -> dict[str, JsonValue]:
+        """Return our keys of groups; none where the choice knows none."""
+        if groups in (None, 1) or (self.method and settings.get(self.method[0]) != self.method[2]):
+            return {}
+        ours: dict[str, JsonValue] = {"moe_router_num_groups": groups, "moe_router_group_topk": kept}
+        if isinstance(kept, int) and isinstance(topk, int) and max(topk // max(kept, 1), 1) != self.group_scores:
+            ours["moe_router_group_score_topk"] = self.group_scores
+        return ours
 
     def _layers(self, settings: HubConfig, first_dense: JsonValue) -> tuple[list[int], list[str]]:
         """Return 1 for each layer with experts and 0 for the others, and problems."""
@@ -181,6 +192,8 @@ class ExpertFields:
             self.kept_groups: experts.group_topk or 1,
             self.scale: experts.scaling_factor,
         }
+        if self.method is not None:
+            found[self.method[0]] = self.method[2 if experts.num_groups else 1]
         return found | {field[0]: value for field, value in values.items() if field is not None}
 
     def obstacles(self, arch: Architecture) -> Iterator[str]:
@@ -201,9 +214,8 @@ class ExpertFields:
         shared, ffn, gated = experts.shared_ffn_hidden_size, experts.ffn_hidden_size, self.gated_shared is not None
         # Whether the weights of chosen experts can be their shares of all scores.
         can_be_raw = self.score == "softmax" and (self.normalizes is not None or not self.is_normalized)
-        router_bias, bias, kept = experts.has_router_bias, experts.has_expert_bias, experts.group_topk
-        # Whether a group's score is the sum of other than its two largest.
-        takes_others = experts.num_groups is not None and kept is not None and max(experts.topk // kept, 1) != 2
+        router_bias, bias, scores = experts.has_router_bias, experts.has_expert_bias, experts.num_group_scores
+        takes_others = experts.num_groups is not None and scores != self.group_scores
         wrong: Sequence[tuple[bool, str, Any, str]] = (
             (experts.score_function != self.score, "router_score_function", experts.score_function, self.score),
             (experts.pre_softmax and not can_be_raw, "router_pre_softmax", True, "false"),
@@ -217,7 +229,7 @@ class ExpertFields:
             (shared % ffn > 0 and not gated, SHARED, shared, f"multiples of moe_ffn_hidden_size={ffn}"),
             (shared == 0 and gated, SHARED, shared, "some"),
             (self.score == "sigmoid" and experts.topk == 1, "router_topk", 1, "at least 2"),
-            (takes_others, "router_group_topk", experts.group_topk, "half of moe_router_topk"),
+            (takes_others, "router_group_score_topk", scores, str(self.group_scores)),
         )
         for is_wrong, key, value, theirs in wrong:
             if is_wrong:
@@ -270,6 +282,10 @@ _DEEPSEEK2 = ExpertFields(
     (_FFN, 1407),
     shared=("n_shared_experts", 2),
     is_normalized=False,
+    groups=("n_group", 1),
+    kept_groups=("topk_group", 1),
+    group_scores=1,
+    method=("topk_method", "greedy", "group_limited_greedy"),
     scale=("routed_scaling_factor", 1.0),
     first_dense=("first_k_dense_replace", 0),
 )
@@ -294,6 +310,36 @@ _GLM = replace(
     kept_groups=("topk_group", 1),
     scale=("routed_scaling_factor", 1.0),
     first_dense=("first_k_dense_replace", 1),
+)
+_MINIMAX = replace(
+    _DEEPSEEK3,
+    num_experts=("num_local_experts", 256),
+    ffn=("intermediate_size", 1536),
+    shared=None,
+    normalizes=None,
+    groups=None,
+    kept_groups=None,
+    scale=None,
+    first_dense=None,
+)
+
+
+def _rotated_channels(settings: HubConfig) -> tuple[dict[str, JsonValue], list[str]]:
+    """Return the share of a head that is rotated, where the number of its channels is given."""
+    channels, size = settings.get("rotary_dim"), settings.get("head_dim", 128)
+    if not isinstance(channels, int) or not isinstance(size, int) or size < 1:
+        return {}, []
+    said, share = settings.get("partial_rotary_factor"), channels / size
+    if said in (None, share):
+        return {"rotary_percent": share}, []
+    return {}, [f"rotary_dim={channels} and partial_rotary_factor={show(said)}: they differ; remove the wrong one"]
+
+
+_ROTARY_DIM = DerivedKeys(
+    ("rotary_dim",),
+    (),
+    _rotated_channels,
+    lambda arch: {"rotary_dim": round(arch.rotary_percent * arch.kv_channels)},
 )
 
 
@@ -344,8 +390,29 @@ def _latent_type(
 
 
 _EVERY_LAYER = AllowedValues((1, None), "every layer behind the first ones has experts")
-_GREEDY = AllowedValues((1, None), "a greedy choice knows no groups")
 _READER = "which layers have windows depends on the reader"
+# Fields of the published files that describe modules which these files do not hold.
+_MINIMAX_UNUSED = {
+    "mlp_intermediate_size": AllowedValues((8192, None), "every layer has experts"),
+    "num_mtp_modules": AllowedValues((3, 0, None), "its files hold no modules of multi-token prediction"),
+    "mtp_transformer_layers": AllowedValues((1, None), "its files hold no modules of multi-token prediction"),
+    "use_mtp": AllowedValues((True, False, None), "its files hold no modules of multi-token prediction"),
+    "shared_moe_mode": AllowedValues(("sigmoid", None), "there are no shared experts"),
+    **dict.fromkeys(
+        ("layernorm_full_attention_beta", "layernorm_linear_attention_beta", "layernorm_mlp_beta"),
+        AllowedValues((1.0, 1, None), "residual streams are added as they are"),
+    ),
+}
+_MINIMAX_RULES = {
+    **_MINIMAX_UNUSED,
+    "router_jitter_noise": AllowedValues((0.0, 0, None), "tokens reach the router as they are"),
+    "scoring_func": AllowedValues(("sigmoid", None), "its scores are sigmoids"),
+    "use_routing_bias": AllowedValues((True, None), "experts are chosen by scores and biases"),
+    "shared_intermediate_size": AllowedValues((0, None), "there are no shared experts"),
+    "use_qk_norm": AllowedValues((True, None), "queries and keys are normalized"),
+    "qk_norm_type": AllowedValues(("per_layer", None), "all heads are normalized together"),
+    "attn_type_list": AllowedValues((None, 1), "every layer has attention"),
+}
 EXPERT_TYPES: Mapping[str, ModelType] = {
     "deepseek_v2": _latent_type(
         "DeepseekV2",
@@ -353,11 +420,8 @@ EXPERT_TYPES: Mapping[str, ModelType] = {
         {"add_mlp_bias": MLP_BIAS},
         {"rotary_interleaved": True},
         {
-            "topk_method": AllowedValues(("greedy", None), "scores of groups are sums, not the largest in each"),
             "scoring_func": AllowedValues(("softmax", None), "its scores are softmax"),
             "norm_topk_prob": AllowedValues((False, None), "its weights are not divided by their sum"),
-            "n_group": _GREEDY,
-            "topk_group": _GREEDY,
             "moe_layer_freq": _EVERY_LAYER,
         },
         _DEEPSEEK2,
@@ -434,6 +498,14 @@ EXPERT_TYPES: Mapping[str, ModelType] = {
         {"add_bias_linear": False, "add_mlp_bias": False},
         aliases={"num_nextn_predict_layers": "num_mtp_layers", "num_local_experts": "n_routed_experts"},
         derived=(_GLM.keys(),),
+    ),
+    "minimax_m2": rotary_type(
+        "MiniMaxM2",
+        rotary_fields((62, 3072, 1536, 48, 8, 128, 196608, 200064), rotary_base=5000000.0, rotary_percent=1.0),
+        {**NO_BIAS, "qk_layernorm": True, "qk_layernorm_scope": "projection"},
+        _MINIMAX_RULES,
+        derived=(_MINIMAX.keys(), _ROTARY_DIM),
+        constants={name: rule.allowed[0] for name, rule in _MINIMAX_RULES.items() if name not in _MINIMAX_UNUSED},
     ),
     "olmoe": rotary_type(
         "Olmoe",

@@ -168,7 +168,8 @@ def _mixture(hf: HubConfig, weights: Weights, x_TH: Tensor, layer: str, activati
     router = _router(weights, layer)
     assert router is not None, f"{layer} has a router"
     logits_TE = F.linear(x_TH, router, _first(weights, f"{layer}.mlp.router.bias"))
-    chosen, shares = _choice(hf, logits_TE, _first(weights, f"{layer}.mlp.gate.e_score_correction_bias"))
+    biases = (f"{layer}.{name}.e_score_correction_bias" for name in ("mlp.gate", "block_sparse_moe", "mlp"))
+    chosen, shares = _choice(hf, logits_TE, _first(weights, *biases))
     y_TH = torch.zeros_like(x_TH)
     for expert in chosen.unique().tolist():
         token, slot = torch.nonzero(chosen == expert, as_tuple=True)
@@ -186,20 +187,23 @@ def _mixture(hf: HubConfig, weights: Weights, x_TH: Tensor, layer: str, activati
     return y_TH
 
 
+_SIGMOID = ("deepseek_v3", "glm4_moe", "minimax_m2")
+
+
 def _choice(hf: HubConfig, logits_TE: Tensor, bias_E: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the chosen experts of each token and their weights, each [T, K]."""
-    is_sigmoid = str(hf["model_type"]) in ("deepseek_v3", "glm4_moe")
+    is_sigmoid = hf["model_type"] in _SIGMOID
     scores = logits_TE.sigmoid() if is_sigmoid else logits_TE.softmax(-1)
     choice = scores if bias_E is None else scores + bias_E
     groups, kept = int(str(hf.get("n_group") or 1)), int(str(hf.get("topk_group") or 1))
-    if is_sigmoid and groups > 1:
+    if groups > 1 and (is_sigmoid or hf.get("topk_method") == "group_limited_greedy"):
         grouped = choice.unflatten(-1, (groups, -1))
-        best = grouped.sort(-1, descending=True).values[..., :2].sum(-1).topk(kept).indices
+        best = grouped.sort(-1, descending=True).values[..., : 2 if is_sigmoid else 1].sum(-1).topk(kept).indices
         outside = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(-1, best, False)
         choice = grouped.masked_fill(outside.unsqueeze(-1), float("-inf")).flatten(-2)
     chosen = choice.topk(int(str(hf.get("num_experts_per_tok") or 8))).indices
     shares = scores.gather(-1, chosen)
-    if hf.get("norm_topk_prob", hf["model_type"] in ("mixtral", "gpt_oss", "deepseek_v3", "glm4_moe")):
+    if hf.get("norm_topk_prob", is_sigmoid or hf["model_type"] in ("mixtral", "gpt_oss")):
         shares = shares / shares.sum(-1, keepdim=True)
     return chosen, shares * float(str(hf.get("routed_scaling_factor") or 1.0))
 
@@ -535,6 +539,11 @@ DECODERS: Mapping[str, Decoder] = {
         {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "use_qk_norm": False},
         head_norms="head",
         has_bias=("attention_bias", False, False),
+    ),
+    "minimax_m2": Decoder(
+        {"num_key_value_heads": 8, "head_dim": 128, "rope_theta": 5000000.0},
+        head_norms="projection",
+        has_bias=(False, False, False),
     ),
     "olmoe": Decoder({"rms_norm_eps": 1e-5}, head_norms="projection"),
     "glm4": Decoder(

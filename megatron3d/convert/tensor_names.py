@@ -103,6 +103,7 @@ _MIXTRAL = _layer("""
     block_sparse_moe.experts.{e}.w3  mlp.experts.{e}.up
     block_sparse_moe.experts.{e}.w2  mlp.experts.{e}.fc2
 """)
+_MINIMAX = _layer("block_sparse_moe.e_score_correction_bias! mlp.router.expert_bias")
 _GPT_OSS = _layer("""
     self_attn.sinks!            attention.sinks
     mlp.router                  mlp.router
@@ -128,8 +129,6 @@ MTP_MODULES = _rows("""
 MTP_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 # All experts of a layer in one tensor, in place of one tensor for each expert.
 STACKED_EXPERTS: Modules = {
-    **dict.fromkeys((*_EXPERTS, *_MIXTRAL), ()),
-    **_ROUTER,
     **_layer("mlp.experts.gate_up_proj mlp.experts.{e}.gate mlp.experts.{e}.up"),
     **_layer("mlp.experts.down_proj mlp.experts.{e}.fc2"),
 }
@@ -159,6 +158,7 @@ MODULES: Mapping[str, Modules] = {
     "deepseek_v3": _modules(_LATENTS, _ROUTER, _CHOICE_BIAS, _SHARED, _EXPERTS),
     "glm4_moe": _modules(_HEAD_NORMS, _ROUTER, _CHOICE_BIAS, _SHARED, _EXPERTS),
     "mixtral": _modules(_MIXTRAL),
+    "minimax_m2": _modules(_HEAD_NORMS, _MIXTRAL, _MINIMAX),
     "gpt_oss": _modules(_GPT_OSS),
     "qwen2_moe": _modules(_ROUTER, _GATED_SHARED, _EXPERTS),
     **dict.fromkeys(("qwen3_moe", "olmoe"), _modules(_HEAD_NORMS, _ROUTER, _EXPERTS)),
@@ -291,9 +291,11 @@ def file_tensors(arch: Architecture, model_type: str, stacks_experts: bool = Fal
     """
     logical = logical_shapes(arch)
     named = MODULES[model_type]
-    has_files_apart = any("{e}" in theirs for theirs in named)
-    modules = {**named, **(STACKED_EXPERTS if stacks_experts and has_files_apart else {})}
-    found = tuple(_Table(arch, logical).tensors({theirs: ours for theirs, ours in modules.items() if ours}))
+    if stacks_experts and any("{e}" in theirs for theirs in named):
+        kept = {theirs: ours for theirs, ours in named.items() if "{e}" not in theirs}
+        whole = {theirs.replace("block_sparse_moe.", "mlp."): ours for theirs, ours in kept.items()}
+        named = {**whole, **STACKED_EXPERTS}
+    found = tuple(_Table(arch, logical).tensors(named))
     held = [part for tensor in found for part, _ in tensor.parts]
     assert sorted(held) == sorted(logical), f"not once: {set(held) ^ set(logical)}"
     return found

@@ -52,6 +52,7 @@ class Experts:
         score_function: what makes scores of logits, one of `SCORES`.
         pre_softmax: softmax over all experts before the choice, without normalization; else over the chosen ones.
         num_groups, group_topk: experts are in groups, of which only the best are chosen from; None: no groups.
+        group_score_topk: best scores of a group whose sum is its score; None: topk / group_topk.
         scaling_factor: factor of the weights of the chosen experts.
         has_router_bias: the router's logits have a bias, a parameter.
         has_expert_bias: the choice has a bias, which is no parameter: it moves towards an even load at each step.
@@ -70,6 +71,12 @@ class Experts:
     scaling_factor: float = 1.0
     has_router_bias: bool = False
     has_expert_bias: bool = False
+    group_score_topk: int | None = None
+
+    @property
+    def num_group_scores(self) -> int:
+        """Number of scores whose sum is the score of a group."""
+        return self.group_score_topk or max(self.topk // (self.group_topk or self.topk), 1)
 
 
 def capacity_of(factor: float, seq_length: int, experts: Experts) -> int:

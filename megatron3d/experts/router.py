@@ -106,12 +106,13 @@ def experts_in_turn(row_M: Tensor, experts: Experts) -> Tensor:
 def _in_best_groups(choice_ME: Tensor, experts: Experts) -> Tensor:
     """Return the scores with those outside of each token's best groups at minus infinity.
 
-    A group's score is the sum of its topk / group_topk largest (DeepSeek-AI 2024, arXiv:2412.19437, section 2.1.2).
+    A group's score is the sum of its largest, topk / group_topk (DeepSeek-AI 2024, arXiv:2412.19437, section 2.1.2)
+    or one (DeepSeek-AI 2024, arXiv:2405.04434, section 2.2.2).
     """
     if experts.num_groups is None or experts.group_topk is None:
         return choice_ME
     grouped = choice_ME.unflatten(-1, (experts.num_groups, -1))
-    score_MG = grouped.topk(max(experts.topk // experts.group_topk, 1), dim=-1).values.sum(-1)
+    score_MG = grouped.topk(experts.num_group_scores, dim=-1).values.sum(-1)
     best = torch.zeros_like(score_MG, dtype=torch.bool).scatter_(1, top_experts(score_MG, experts.group_topk), True)
     kept_ME: Tensor = grouped.masked_fill(~best.unsqueeze(-1), float("-inf")).flatten(-2)
     return kept_ME

@@ -153,12 +153,8 @@ HUB_FAMILIES: dict[str, dict[str, Any]] = {
         **_LATENT,
         "q_lora_rank": None,
         "attention_bias": True,
-        "first_k_dense_replace": 1,
-        "n_routed_experts": 5,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 10,
-        "n_shared_experts": 2,
-        "routed_scaling_factor": 1.5,
+        **_GROUPS,
+        "topk_method": "group_limited_greedy",
         **_ROPE,
     },
     "deepseek_v3": {
@@ -211,6 +207,7 @@ HUB_FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 5,
         **_ROPE,
     },
+    "minimax_m2": {**_ODD, "head_dim": 10, "num_local_experts": 5, "num_experts_per_tok": 3, **_PARTIAL},
     "olmoe": {**_ODD, **_EXPERTS, "hidden_size": 60, "attention_bias": True, **_ROPE},
     "gemma2": {
         **_ODD,

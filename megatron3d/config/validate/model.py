@@ -203,6 +203,7 @@ def mtp_layout_problems(facts: Facts, mode: Mode) -> Iterator[str]:
 NUM_EXPERTS, TOPK, GROUPS, GROUP_TOPK = (
     f"model.{key}" for key in ("num_moe_experts", "moe_router_topk", "moe_router_num_groups", "moe_router_group_topk")
 )
+GROUP_SCORES = "model.moe_router_group_score_topk"
 SHARED, GATE = "model.moe_shared_expert_intermediate_size", "model.moe_shared_expert_gate"
 LOSS, COEFF = "model.moe_router_load_balancing_type", "model.moe_aux_loss_coeff"
 SIZE, ETP = (f"parallel.{key}" for key in ("expert_model_parallel_size", "expert_tensor_parallel_size"))
@@ -264,6 +265,8 @@ def _group_problems(facts: Facts) -> Iterator[str]:
     assert experts is not None, "called with experts only"
     groups, kept = experts.num_groups, experts.group_topk
     if groups is None or kept is None:
+        if experts.group_score_topk is not None:
+            yield f"{facts.named(GROUP_SCORES)}: not used without {GROUPS}; set it, or leave {GROUP_SCORES} out"
         if groups != kept:
             given, missing = (GROUPS, GROUP_TOPK) if kept is None else (GROUP_TOPK, GROUPS)
             yield f"{facts.named(given)}: not used without {missing}; set both, or neither"
@@ -280,8 +283,9 @@ def _group_problems(facts: Facts) -> Iterator[str]:
             f"{facts.named(GROUP_TOPK)}: {kept} groups have {kept * experts.num_experts // groups} experts, fewer than "
             f"{TOPK}={experts.topk}; use {least} or more"
         )
-    elif max(experts.topk // kept, 1) > experts.num_experts // groups:
-        yield f"{facts.named(GROUPS)}: a group has {experts.num_experts // groups} experts, too few; use fewer groups"
+    elif experts.num_group_scores > experts.num_experts // groups:
+        few = f"a group has {experts.num_experts // groups} experts, fewer than the {experts.num_group_scores} scores"
+        yield f"{facts.named(GROUPS)}: {few} that its own sums up; use fewer groups, or set {GROUP_SCORES}=1"
 
 
 def expert_rank_problems(facts: Facts) -> Iterator[str]:

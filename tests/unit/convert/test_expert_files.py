@@ -124,6 +124,26 @@ def test_modules_that_files_lack_are_left_out(tmp_path: Path) -> None:
     assert "mtp_num_layers" not in read_meta(store.resolve(tmp_path / "run")).model
 
 
+CHOICES: dict[str, tuple[str, dict[str, Any], int | None]] = {
+    "no groups, as in V2-Lite": ("deepseek_v2", {"topk_method": "greedy", "n_group": 1, "topk_group": 1}, None),
+    "two scores of four": ("deepseek_v3", {"n_group": 2, "topk_group": 1, "num_experts_per_tok": 3}, 2),
+    "one score of two, as in V2": ("deepseek_v2", {}, 1),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHOICES)
+def test_experts_are_chosen_as_deepseek_does(name: str, tmp_path: Path) -> None:
+    """A group's score is its best score in V2, and the sum of its two best in V3, whatever number is chosen in it."""
+    family, change, num_scores = CHOICES[name]
+    hub = write_hub(tmp_path / "hub", {**HUB_FAMILIES[family], **change})
+    report = from_hub(ConversionRequest(hub, tmp_path / "run"))
+    assert [agreement.holds for agreement in report.agreements] == [True, True]
+    arch = resolve_architecture(read_settings({**HUB_FAMILIES[family], **change}), 37)
+    assert arch.experts is not None and (arch.experts.num_groups and arch.experts.num_group_scores) == num_scores
+    assert resolve_architecture(read_settings(write_settings(arch, family)[1]), 37) == arch
+
+
 def test_deepseek_scales_scores_as_published() -> None:
     """The rope_scaling of DeepSeek-V3, with attention factor 1 and scores times the square of 0.1 ln 40 + 1."""
     scaling = {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "type": "yarn"}
@@ -145,7 +165,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "heads of keys apart": ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads=2: latent attention has 6"),
     "another epsilon": ("deepseek_v3", {"rms_norm_eps": 1e-5}, "norms of latents have this epsilon"),
     "weights that are not divided by their sum": ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob=false"),
-    "groups by their best": ("deepseek_v2", {"topk_method": "group_limited_greedy"}, "scores of groups are sums"),
+    "another choice": ("deepseek_v2", {"topk_method": "noaux_tc"}, 'topk_method="noaux_tc": only "greedy" or'),
+    "two shares of a head": (
+        "minimax_m2",
+        {"rotary_dim": 6},
+        "rotary_dim=6 and partial_rotary_factor=0.4: they differ",
+    ),
     "noise": ("mixtral", {"router_jitter_noise": 0.1}, "tokens reach the router as they are"),
     "no step": ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0"),
     "no experts of a token": ("deepseek_v2", {"num_experts_per_tok": None}, "num_experts_per_tok=null"),

@@ -23,6 +23,18 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "gemma": {"hidden_act": "gelu", "hidden_activation": None},
     "gemma2": {"hidden_act": "gelu_pytorch_tanh", "cache_implementation": "hybrid", "sliding_window_size": 5},
     "gpt_neox": {"attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0, "classifier_dropout": 0.1},
+    "minimax_m2": {
+        "attn_type_list": [1] * 5,
+        "layernorm_full_attention_beta": 1.0,
+        "mlp_intermediate_size": 8192,
+        "num_mtp_modules": 3,
+        "qk_norm_type": "per_layer",
+        "rotary_dim": 4,
+        "scoring_func": "sigmoid",
+        "use_mtp": True,
+        "use_qk_norm": True,
+        "use_routing_bias": True,
+    },
     "phi3": {"attention_bias": False, "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}},
     "qwen2": {"use_mrope": False},
     "smollm3": {"pretraining_tp": 2, "max_window_layers": 28},
@@ -38,6 +50,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 }
 OTHERWISE: dict[str, dict[str, Any]] = {
     "gpt_neox": {"hidden_dropout_prob": 0.1},
+    "minimax_m2": {"use_routing_bias": False},
     "phi3": {"attention_bias": True},
     "qwen2": {"use_mrope": True},
     "starcoder2": {"norm_type": "rms_norm"},
@@ -69,7 +82,7 @@ def test_the_interval_of_full_layers_is_read_from_older_files() -> None:
 
 # What the authors' code, and serving engines, read without a default.
 DEEPSEEK = {
-    "deepseek_v2": {"topk_method": "greedy", "scoring_func": "softmax", "norm_topk_prob": False, "topk_group": 1},
+    "deepseek_v2": {"topk_method": "group_limited_greedy", "scoring_func": "softmax", "norm_topk_prob": False},
     "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True, "topk_group": 2},
 }
 
@@ -81,7 +94,7 @@ def test_fields_that_serving_engines_read_are_written(name: str) -> None:
     arch = resolve_architecture(read_settings({**HUB_FAMILIES[name], "rope_parameters": scaling}), 37)
     written = write_settings(arch, name)[1]
     wanted = {**DEEPSEEK[name], "moe_layer_freq": 1, "ep_size": 1, "n_shared_experts": 2, "rope_theta": 1e4}
-    wanted |= {"num_nextn_predict_layers": 0} if name == "deepseek_v3" else {"n_group": 1}
+    wanted |= {"num_nextn_predict_layers": 0} if name == "deepseek_v3" else {"n_group": 3, "topk_group": 2}
     assert {key: written.get(key) for key in wanted} == wanted
     rope = written["rope_scaling"]
     assert isinstance(rope, dict) and rope["mscale"] == rope["mscale_all_dim"] == 0.707
