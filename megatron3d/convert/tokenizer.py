@@ -46,7 +46,7 @@ _OF_CLASS = (*NAMES, "added_tokens.json", "vocab.json", "merges.txt")
 COMPANIONS = (*_OF_CLASS, "chat_template.jinja", GENERATION)
 ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Keys of tokenizer_config.json that hold for a converted tokenizer too.
-_KEPT = ("bos_token", "pad_token", "chat_template", "padding_side", "truncation_side", "model_max_length")
+_KEPT = ("bos_token", "pad_token", "unk_token", "chat_template", "padding_side", "truncation_side", "model_max_length")
 
 
 def import_tokenizer(
@@ -324,7 +324,10 @@ def encodes_alike(ours: Tokenizer, theirs: tokenizers.Tokenizer, texts: Sequence
 
 
 def transformers_encodes_alike(ours: Tokenizer, begin: Sequence[int], folder: Path, texts: Sequence[str]) -> bool:
-    """Return whether transformers, if it is installed, encodes the texts alike from the files of a folder."""
+    """Return whether transformers, if it is installed, encodes the texts alike from the files of a folder.
+
+    Texts with the name of the unknown token are left out: it recognizes that there, as it does all special tokens.
+    """
     if not has_transformers():
         return True
     import transformers
@@ -333,7 +336,8 @@ def transformers_encodes_alike(ours: Tokenizer, begin: Sequence[int], folder: Pa
         theirs = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception:  # of any kind, where a setting that was kept is one that it does not take
         return False
-    return all(theirs(text, verbose=False).input_ids == [*begin, *ours.encode(text)] for text in texts)
+    plain = (text for text in texts if not theirs.unk_token or theirs.unk_token not in text)
+    return all(theirs(text, verbose=False).input_ids == [*begin, *ours.encode(text)] for text in plain)
 
 
 def candidates(data: DataConfig) -> tuple[Iterator[tokenizers.Tokenizer], list[str]]:

@@ -145,8 +145,14 @@ def test_models_of_other_trainers_encode_alike_or_are_not_written(name: str, tmp
 
 
 def test_what_transformers_reads_differently_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = SimpleNamespace(input_ids=[0])
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *_, **__: lambda text, verbose: other)
+
+    class Other:
+        unk_token = None
+
+        def __call__(self, text: str, verbose: bool) -> SimpleNamespace:
+            return SimpleNamespace(input_ids=[0])
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *_, **__: Other())
     (tmp_path / "out").mkdir()
     _, notes = export_tokenizer(made(tmp_path, "bpe"), tmp_path / "out", 64)
     assert len(notes) == 1 and [path.name for path in (tmp_path / "out").iterdir()] == ["sentencepiece.model"]
@@ -165,7 +171,7 @@ def test_add_bos_token_survives_both_ways(adds_bos: bool, tmp_path: Path) -> Non
         hub, run, back = (tmp_path / kind / name for name in ("hub", "run", "back"))
         for folder in (hub, run, back):
             folder.mkdir(parents=True)
-        names = {"bos_token": "<s>", "eos_token": "</s>", "tokenizer_class": "LlamaTokenizer"}
+        names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "tokenizer_class": "LlamaTokenizer"}
         (hub / "tokenizer_config.json").write_text(json.dumps({**names, "add_bos_token": adds_bos}))
         if kind == "SentencePieceTokenizer":
             sentencepiece.SentencePieceTrainer.train(
@@ -183,6 +189,7 @@ def test_add_bos_token_survives_both_ways(adds_bos: bool, tmp_path: Path) -> Non
             assert tokenizer.special.prepended == ((1,) if adds_bos else ())
             theirs = transformers.AutoTokenizer.from_pretrained(back, local_files_only=True)
             assert theirs("a b").input_ids == [*tokenizer.special.prepended, *tokenizer.encode("a b")]
+            assert (theirs.unk_token, theirs.unk_token_id) == ("<unk>", 0)
 
 
 def test_token_ids_of_config_json_are_kept(tmp_path: Path) -> None:
