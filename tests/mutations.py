@@ -751,7 +751,7 @@ MUTATIONS = [
     Mutation(
         "MLP of a parallel residual reads the stream after attention",
         "model/layers.py",
-        "x_MH if self.is_parallel else sum_MH",
+        "(x_MH, normed_MH, sum_MH)[self.mlp_input]",
         "sum_MH",
         ("tests/unit/model/test_peers.py",),
     ),

@@ -235,7 +235,8 @@ def _layer_obstacles(arch: Architecture, hub_type: ModelType) -> Iterator[str]:
     is_scaled = scaling is not None and scaling.kind == YARN and scaling.factor > 1
     if hub_type.has_mscale and arch.softmax_scale is not None and not is_scaled:
         yield f"softmax_scale={arch.softmax_scale}: {hub_type.class_name} scales scores with rotary_scaling=yarn only"
-    if arch.no_rope_freq and not hub_type.has_no_rope_layers:
+    chooses_rope = any("no_rope_freq" in derived.keys for derived in hub_type.derived)
+    if arch.no_rope_freq and not (hub_type.has_no_rope_layers or chooses_rope):
         yield f"no_rope_freq={show(arch.no_rope_freq)}: every layer of {hub_type.class_name} has rotary positions"
     is_alike = arch.rope_local_base_freq is None and arch.window is not None
     if hub_type.has_local_rope and is_alike and arch.rotary_scaling:

@@ -210,6 +210,7 @@ is_llama_config n_special predict_special_tokens max_sequence_length max_window_
 _sliding_window_pattern original_max_position_embeddings tokenizer_class prefix torchscript use_bfloat16
 tf_legacy_loss attn_implementation _attn_implementation _flash_attn_2_enabled unsloth_fixed unsloth_version
 transformers.js_config auto_map output_router_logits router_aux_loss_coef aux_loss_alpha seq_aux ep_size
+model_max_length
 """
 # Defaults of text generation, which transformers 4 also stores in config.json.
 _GENERATION = """

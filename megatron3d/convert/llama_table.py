@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from itertools import chain
 from typing import Any
 
 from pydantic import JsonValue
 
-from megatron3d.convert.fields import AllowedValues, FieldMapping, HubConfig, ModelType, Windows
+from megatron3d.convert.fields import (
+    FULL,
+    AllowedValues,
+    DerivedKeys,
+    FieldMapping,
+    HubConfig,
+    ModelType,
+    Windows,
+    shortest_pattern,
+    show,
+)
 from megatron3d.model.spec import Architecture
 
 
@@ -29,8 +40,18 @@ def equal_heads_obstacles(name: str, arch: Architecture) -> Iterator[str]:
     """Yield what a model type cannot represent whose heads have keys of their own and divide the hidden size."""
     if arch.num_query_groups != arch.num_attention_heads:
         yield f"num_query_groups={arch.num_query_groups}: {name} has one per head, {arch.num_attention_heads}"
+    yield from _undivided_heads(name, arch)
+
+
+def _undivided_heads(name: str, arch: Architecture) -> Iterator[str]:
     if arch.kv_channels * arch.num_attention_heads != arch.hidden_size:
         yield f"kv_channels={arch.kv_channels}: {name}'s heads have hidden_size / num_attention_heads channels"
+
+
+def divided_heads_obstacles(name: str, arch: Architecture) -> Iterator[str]:
+    """Yield what a model type cannot represent whose heads divide the hidden size."""
+    yield from rotary_obstacles(arch)
+    yield from _undivided_heads(name, arch)
 
 
 _NO_WINDOW = "every position attends to all earlier ones"
@@ -177,6 +198,70 @@ def pre_attention_scalar(arch: Architecture) -> JsonValue:
         return arch.kv_channels
     number = arch.softmax_scale**-2
     return round(number) if abs(number - round(number)) < 1e-9 * number else number
+
+
+def _unrotated_layers(settings: HubConfig) -> tuple[dict[str, JsonValue], list[str]]:
+    """Return the layers without rotary positions: those without the window."""
+    depth, types = settings["num_hidden_layers"], settings.get("layer_types")
+    if settings.get("sliding_window", 4096) is None:
+        return {}, ["sliding_window=null: only layers with a window have rotary positions; give a number"]
+    if not isinstance(depth, int) or not isinstance(types, list | None):  # which are refused elsewhere
+        return {}, []
+    is_last = every(4, "sliding_window_pattern")
+    full = [int(is_last(settings, n)) for n in range(depth)] if types is None else [int(t == FULL) for t in types]
+    return ({"no_rope_freq": shortest_pattern(full)} if any(full) else {}), []
+
+
+def _unrotated_obstacles(arch: Architecture) -> Iterator[str]:
+    skipped, has = arch.no_rope_freq or (0,), (arch.window_pattern or (1,)) if arch.window is not None else (0,)
+    if any(skipped[n % len(skipped)] == has[n % len(has)] for n in range(arch.num_layers)):
+        yield (
+            f"no_rope_freq={show(arch.no_rope_freq)}: in cohere2 layers with a window have rotary positions, and the "
+            "others have none"
+        )
+
+
+_UNROTATED = DerivedKeys(
+    (), ("no_rope_freq",), _unrotated_layers, lambda arch: {}, _unrotated_obstacles, ("no_rope_freq",)
+)
+
+
+def _read_divided(settings: HubConfig) -> tuple[dict[str, JsonValue], list[str]]:
+    hidden, heads, size = (settings.get(name) for name in ("hidden_size", "num_attention_heads", "head_dim"))
+    if size is None or not isinstance(hidden, int) or not isinstance(heads, int) or size == hidden / heads:
+        return {}, []
+    return {}, [f"head_dim={show(size)}: heads have hidden_size / num_attention_heads channels; remove it"]
+
+
+_DIVIDED = DerivedKeys(("head_dim",), (), _read_divided, lambda arch: {"head_dim": arch.kv_channels})
+
+
+def _cohere_type(
+    class_name: str, name: str, base: float, rules: Mapping[str, AllowedValues], **others: Any
+) -> ModelType:
+    """Return a type whose attention and MLP read one norm, which has no bias."""
+    return rotary_type(
+        class_name,
+        rotary_fields(
+            (40, 8192, 22528, 64, None, None, 8192, 256000),
+            without=("kv_channels",),
+            norm_epsilon=FieldMapping(("layer_norm_eps",), 1e-5),
+            rotary_base=base,
+            tie_embeddings=True,
+            add_bias_linear=False,
+            logit_scale=FieldMapping(("logit_scale",), 0.0625),
+        ),
+        {
+            **_NEIGHBOURS,
+            "normalization": "BiaslessLayerNorm",
+            "norm_placement": "shared",
+            "use_parallel_residual": True,
+            "add_mlp_bias": False,
+        },
+        {"use_qk_norm": AllowedValues((False, None), "a norm has one weight for all heads"), **rules},
+        obstacles=partial(divided_heads_obstacles, name),
+        **others,
+    )
 
 
 _TANH = "gelu_pytorch_tanh"
@@ -375,6 +460,24 @@ ROTARY_TYPES: Mapping[str, ModelType] = {
             add_bias_linear=FieldMapping(("use_bias",), False),
         ),
         _NEIGHBOURS,
+    ),
+    "cohere": _cohere_type("Cohere", "cohere", 500000.0, WHOLE_PRODUCTS, derived=(_DIVIDED,)),
+    "cohere2": _cohere_type(
+        "Cohere2",
+        "cohere2",
+        10000.0,
+        {
+            "layer_switch": AllowedValues((4, None), "layer_types, or sliding_window_pattern, tell windows"),
+            "order_of_interleaved_layers": AllowedValues(("local_attn_first", None), "layers with windows come first"),
+            "position_embedding_type": AllowedValues(("rope_gptj", None), "rotary positions turn neighbours"),
+            "rotary_pct": AllowedValues((1.0, 1, None), "whole heads are rotated"),
+            "use_embedding_sharing": AllowedValues((True, None), "the field that counts is tie_word_embeddings"),
+            "use_gated_activation": AllowedValues((True, None), "the MLP has a gate"),
+            "use_parallel_block": AllowedValues((True, None), "attention and MLP read the same input"),
+            "use_parallel_embedding": AllowedValues((False, None), "the embedding is one matrix"),
+        },
+        windows=Windows(4096, every(4, "sliding_window_pattern"), interval_name="sliding_window_pattern"),
+        derived=(_DIVIDED, _UNROTATED),
     ),
     "gemma": _gemma_type(
         "Gemma",

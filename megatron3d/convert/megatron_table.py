@@ -281,11 +281,15 @@ def _plain(value: object) -> JsonValue:
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
+_NORMS = ("LayerNorm", "RMSNorm")
+
+
 def write_arguments(arch: Architecture) -> dict[str, object]:
     """Return Megatron-LM's arguments of a model; `read_arguments` says what they mean."""
     depth, scaling, is_rope = arch.num_layers, arch.rotary_scaling, arch.position_embedding_type == "rope"
     arguments: dict[str, object] = {
         **{name: getattr(arch, name) for name in (*_SAME, *_ROTARY)},
+        "normalization": arch.normalization if arch.normalization in _NORMS else _NORMS[0],
         "position_embedding_type": arch.position_embedding_type,
         "swiglu": arch.activation == "swiglu",
         "squared_relu": arch.activation == "squared_relu",

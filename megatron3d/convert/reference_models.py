@@ -273,7 +273,8 @@ class Decoder:
 
     Attributes:
         defaults: values of absent fields.
-        norm: "rms", "rms + 1" (multiplies by 1 + weight), "layer", "layer + 1", or "plain layer" without weights.
+        norm: "rms", "rms + 1" (multiplies by 1 + weight), "layer", "layer + 1", or "plain layer" without weights;
+            biases are those that files hold.
         epsilon: field of the norms' epsilon.
         before, after: names of the norms on the inputs, and on the outputs, of attention and MLP.
         head_norms: queries and keys are normalized over "head" or "projection", or not ("").
@@ -284,6 +285,8 @@ class Decoder:
         local_base: rotary base of layers with a window, where they have one of their own.
         is_latent: keys and values come from a latent.
         turns_neighbours: channels 2i and 2i + 1 of a head are rotated together.
+        is_parallel: attention and MLP read one norm of a layer's input.
+        rotates_windows: only layers with a window have rotary positions.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -299,6 +302,8 @@ class Decoder:
     local_base: str = ""
     is_latent: bool = False
     turns_neighbours: bool = False
+    is_parallel: bool = False
+    rotates_windows: bool = False
 
 
 class _Decoding:
@@ -322,13 +327,17 @@ class _Decoding:
         residual = _float(hf, "residual_multiplier", 1.0)
         for layer in range(_int(hf, "num_hidden_layers", 32)):
             name = f"model.layers.{layer}"
+            if kind.is_parallel:
+                y = self.norm(x, f"{name}.input_layernorm")
+                x = x + self.attention(y, f"{name}.self_attn", layer) + self.inner(y, name)
+                continue
             for place in range(2):
                 y = self.norm(x, f"{name}.{kind.before[place]}") if kind.before else x
                 y = self.inner(y, name) if place else self.attention(y, f"{name}.self_attn", layer)
                 x = x + (self.norm(y, f"{name}.{kind.after[place]}") if kind.after else y) * residual
         tied = hf.get("tie_word_embeddings", False)
         logits = self.norm(x, "model.norm") @ self.weights(table if tied else "lm_head.weight").T
-        logits = logits / _float(hf, "logits_scaling", 1.0)
+        logits = logits / _float(hf, "logits_scaling", 1.0) * _float(hf, "logit_scale", 1.0)
         cap = _float(hf, "final_logit_softcapping", 0.0)
         return cap * torch.tanh(logits / cap) if cap else logits
 
@@ -339,7 +348,7 @@ class _Decoding:
         weight = self.weights(f"{name}.weight")
         weight = weight + self.kind.norm.endswith("+ 1")
         if self.kind.norm.startswith("layer"):
-            return F.layer_norm(x, x.shape[-1:], weight, self.weights(f"{name}.bias"), eps)
+            return F.layer_norm(x, x.shape[-1:], weight, _first(self.weights, f"{name}.bias"), eps)
         return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
 
     def linear(self, x: Tensor, name: str, has_bias: bool) -> Tensor:
@@ -364,7 +373,7 @@ class _Decoding:
             q, k = self.norm(q, f"{name}.q_norm"), self.norm(k, f"{name}.k_norm")
         window = _int(hf, "sliding_window", 0) if hf.get("use_sliding_window", True) else 0
         slides = bool(window) and _is_sliding(hf, layer)
-        if _is_rotated(hf, layer):
+        if _is_rotated(hf, layer) and (slides or not kind.rotates_windows):
             q, k = (_rotated(part, hf, kind.local_base if slides else "", kind.turns_neighbours) for part in (q, k))
         k, v = (part.repeat_interleave(heads // groups, dim=1) for part in (k, v))
         scale = _float(hf, kind.scale, size) ** -0.5 if kind.scale else _float(hf, "attention_multiplier", size**-0.5)
@@ -464,6 +473,13 @@ _LATER_GEMMA = replace(
     after=("post_attention_layernorm", "post_feedforward_layernorm"),
     scale="query_pre_attn_scalar",
 )
+_COHERE = Decoder(
+    {"layer_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": True, "logit_scale": 0.0625},
+    norm="layer",
+    epsilon="layer_norm_eps",
+    turns_neighbours=True,
+    is_parallel=True,
+)
 DECODERS: Mapping[str, Decoder] = {
     "llama": Decoder(),
     "mistral": Decoder({"num_key_value_heads": 8}),
@@ -557,6 +573,12 @@ DECODERS: Mapping[str, Decoder] = {
         {"num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": True},
         has_bias=("use_bias", "use_bias", "use_bias"),
         turns_neighbours=True,
+    ),
+    "cohere": _COHERE,
+    "cohere2": replace(
+        _COHERE,
+        defaults={**_COHERE.defaults, "rope_theta": 10000.0, "sliding_window": 4096, "full_every": 4},
+        rotates_windows=True,
     ),
     "gemma": replace(_GEMMA, defaults={**_GEMMA.defaults, "num_key_value_heads": 16}),
     "gemma2": replace(

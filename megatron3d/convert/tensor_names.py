@@ -164,6 +164,7 @@ MODULES: Mapping[str, Modules] = {
     **dict.fromkeys(("qwen3_moe", "olmoe"), _modules(_HEAD_NORMS, _ROUTER, _EXPERTS)),
     "glm4": _modules(_GLM4),
     "ernie4_5": _LLAMA,
+    **dict.fromkeys(("cohere", "cohere2"), _modules({f"{LAYER}post_attention_layernorm": ()})),
     "gemma": _LLAMA,
     "gemma2": _modules(_OUTPUT_NORMS, _INPUT_NORM_OF_MLP),
     "gemma3_text": _modules(_HEAD_NORMS, _OUTPUT_NORMS, _INPUT_NORM_OF_MLP),

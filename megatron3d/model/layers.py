@@ -222,7 +222,8 @@ class LatentAttention(Attention):
 class Layer(nn.Module):
     """Transformer layer [M, H] -> [M, H], of the kind of this index in the whole model.
 
-    The MLP reads the residual stream after attention, or, with a parallel residual, the same one as attention.
+    The MLP reads the residual stream after attention, or, with a parallel residual, the same one as attention, which
+    one norm of both may normalize.
     """
 
     def __init__(self, index: int, build: Build, path: str | None = None) -> None:
@@ -233,7 +234,7 @@ class Layer(nn.Module):
             has_one = site in build.arch.norm_sites
             return Norm(f"{name}.{site}", build.mode.residual[1], build) if has_one else nn.Identity()
 
-        self.is_parallel, self.residual_scale = build.arch.use_parallel_residual, build.arch.residual_scale
+        self.mlp_input, self.residual_scale = build.arch.mlp_input, build.arch.residual_scale
         self.input_norm = norm("input_norm")
         self.attention = (LatentAttention if build.arch.is_latent else Attention)(index, name, build)
         self.attention_dropout = HiddenDropout(f"{name}.attention.proj", build)
@@ -244,9 +245,10 @@ class Layer(nn.Module):
         self.mlp_dropout = HiddenDropout(f"{name}.mlp.fc2", build)
 
     def forward(self, x_MH: Tensor, at: Pass) -> Tensor:
-        y_MH = self.attention_output_norm(self.attention(self.input_norm(x_MH), at))
+        normed_MH = self.input_norm(x_MH)
+        y_MH = self.attention_output_norm(self.attention(normed_MH, at))
         sum_MH = x_MH.add(self.attention_dropout(y_MH, at), alpha=self.residual_scale)
-        y_MH = self.mlp(self.post_attention_norm(x_MH if self.is_parallel else sum_MH), at)
+        y_MH = self.mlp(self.post_attention_norm((x_MH, normed_MH, sum_MH)[self.mlp_input]), at)
         y_MH = self.mlp_output_norm(y_MH)
         z_MH: Tensor = sum_MH.add(self.mlp_dropout(y_MH, at), alpha=self.residual_scale)
         return z_MH

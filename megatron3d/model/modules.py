@@ -104,7 +104,7 @@ class Linear(nn.Module):
 
 
 class Norm(nn.Module):
-    """LayerNorm, with weight and bias or without, or RMSNorm, of [M, H] over features that `axes` shard."""
+    """LayerNorm, with weight and bias, one or none, or RMSNorm, of [M, H] over features that `axes` shard."""
 
     def __init__(self, name: str, axes: Axes, build: Build) -> None:
         super().__init__()
@@ -113,13 +113,15 @@ class Norm(nn.Module):
         self.kernels = build.norm_kernels
         self.weight = build.optional(f"{name}.weight")
         self.bias = build.optional(f"{name}.bias")
+        self.lacks_bias = self.bias is None and not build.arch.is_rms_norm
 
     def forward(self, x_MH: Tensor) -> Tensor:
+        bias = x_MH.new_zeros(x_MH.shape[-1]) if self.lacks_bias else self.bias
         if self.weight is None:
-            weight, bias = x_MH.new_ones(x_MH.shape[-1]), x_MH.new_zeros(x_MH.shape[-1])
-            return norm(x_MH, weight, bias, self.eps, self.axes, self.comm, kernels=self.kernels)
-        weight = self.weight + 1 if self.is_centred_at_0 else self.weight
-        return norm(x_MH, weight, self.bias, self.eps, self.axes, self.comm, kernels=self.kernels)
+            weight = x_MH.new_ones(x_MH.shape[-1])
+        else:
+            weight = self.weight + 1 if self.is_centred_at_0 else self.weight
+        return norm(x_MH, weight, bias, self.eps, self.axes, self.comm, kernels=self.kernels)
 
 
 class HiddenDropout(nn.Module):

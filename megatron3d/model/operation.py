@@ -239,8 +239,9 @@ def stream_norm(local: LocalSizes, site: str, x: Stored) -> Operation:
 
 def _statistics(local: LocalSizes, site: str, rows: int, width: int, split: bool) -> Iterator[Stored]:
     is_layer_norm = not local.arch.is_rms_norm
-    # Where there is no weight, ones, and unless sharded a bias of zeros.
-    if made := (2 - split) * (local.arch.num_norm_tensors == 0) + local.arch.apply_layernorm_1p:
+    # Where there is no weight, ones, and where LayerNorm has no bias, unless sharded, zeros.
+    lacking = (local.arch.num_norm_tensors == 0, is_layer_norm and not split and local.arch.num_norm_tensors < 2)
+    if made := sum(lacking) + local.arch.apply_layernorm_1p:
         yield Stored(site, "weight or bias", made * width * local.itemsize)
     if split:
         kept = "mean and scale" if is_layer_norm else "scale"

@@ -59,9 +59,10 @@ def _layer(local: LocalSizes) -> list[Operation]:
         found.append(added(local, site))
         return found[-1].output
 
-    found.extend(attention_operations(local, normed("input_norm", stream)))
+    first = normed("input_norm", stream)
+    found.extend(attention_operations(local, first))
     behind = ends("attention", "attention_output_norm")
-    x = normed("post_attention_norm", stream if local.arch.use_parallel_residual else behind)
+    x = normed("post_attention_norm", (stream, first, behind)[local.arch.mlp_input])
     found.extend(mlp_operations(local, x) if local.experts is None else expert_operations(local, local.experts, x))
     ends("mlp", "mlp_output_norm")
     return found

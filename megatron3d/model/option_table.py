@@ -18,7 +18,7 @@ from megatron3d.runtime.arguments import MAX_NUMBER
 MAX_LAYERS = 10_000  # layers, or stages of a pipeline
 
 ActivationName = Literal["gelu", "gelu_tanh", "relu", "squared_relu", "swiglu", "geglu", "geglu_tanh", "clamped_swiglu"]
-NormName = Literal["LayerNorm", "RMSNorm", "PlainLayerNorm"]
+NormName = Literal["LayerNorm", "RMSNorm", "PlainLayerNorm", "BiaslessLayerNorm"]
 PositionName = Literal["learned_absolute", "rope", "none"]
 
 
@@ -133,7 +133,8 @@ class ModelOptions:
     normalization: Annotated[
         NormName | None,
         option(
-            "PlainLayerNorm is LayerNorm without weights and biases; default: the family's",
+            "PlainLayerNorm is LayerNorm without weights and biases, BiaslessLayerNorm without biases; default: the "
+            "family's",
             also="norm norm_type elementwise_affine",
         ),
     ] = None
@@ -156,9 +157,10 @@ class ModelOptions:
         bool, option("norms multiply by 1 + weight, with weights around 0", also="layernorm_zero_centered_gamma")
     ] = False
     norm_placement: Annotated[
-        Literal["pre", "post", "sandwich"],
+        Literal["pre", "post", "sandwich", "shared"],
         option(
-            "norms on the inputs of attention and MLP, on their outputs, or on both",
+            "norms on the inputs of attention and MLP, on their outputs, or on both; shared: with "
+            "use_parallel_residual, one on the input of both",
             also="post_norm norm_position apply_residual_connection_post_layernorm",
         ),
     ] = "pre"

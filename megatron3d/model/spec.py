@@ -87,15 +87,18 @@ NO_RECOMPUTE = Recompute()
 
 GATED = frozenset({"swiglu", "geglu", "geglu_tanh", "clamped_swiglu"})
 
-# Norms of a layer by `norm_placement`: on the inputs of attention and MLP, on their outputs, or both.
+SHARED_NORM = "shared"
+# Norms of a layer by `norm_placement`: on the inputs of attention and MLP, on their outputs, or both, or
+# one for the inputs of both.
 NORM_SITES: Mapping[str, tuple[str, ...]] = {
     "pre": ("input_norm", "post_attention_norm"),
     "post": ("attention_output_norm", "mlp_output_norm"),
     "sandwich": ("input_norm", "attention_output_norm", "post_attention_norm", "mlp_output_norm"),
+    SHARED_NORM: ("input_norm",),
 }
 
 # Tensors of a norm, weight and bias, by `normalization`.
-NORM_TENSORS: Mapping[str, int] = {"LayerNorm": 2, "RMSNorm": 1, "PlainLayerNorm": 0}
+NORM_TENSORS: Mapping[str, int] = {"LayerNorm": 2, "RMSNorm": 1, "PlainLayerNorm": 0, "BiaslessLayerNorm": 1}
 
 
 # Options that a model family has its own default of.
@@ -183,6 +186,13 @@ class Architecture(ModelOptions):
     def norm_sites(self) -> tuple[str, ...]:
         """The norms of a layer on the residual stream, in the order of the forward pass."""
         return NORM_SITES[self.norm_placement]
+
+    @property
+    def mlp_input(self) -> int:
+        """What the MLP, or its norm, reads: the layer's input (0), that normed (1), or the sum with attention (2)."""
+        if not self.use_parallel_residual:
+            return 2
+        return int(self.norm_placement == SHARED_NORM)
 
     @property
     def num_norm_tensors(self) -> int:

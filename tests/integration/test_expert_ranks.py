@@ -20,7 +20,7 @@ from tests.support.equality import MODELS, TOLERANCE, VOCAB_SIZE, configure, ref
 from tests.support.turn_ranks import run_turns
 
 MODEL = "experts, shared experts, losses of routers"
-GPT_OSS = "gpt-oss's layers"
+GPT_OSS = "gpt-oss's layers, Cohere's norms"
 BATCH, NUM_LAYERS = 8, 2
 SEQUENCES = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 CUBE = {"tensor_parallel_mode": "3d", "tensor_model_parallel_size": 8}

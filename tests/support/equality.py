@@ -151,7 +151,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "rotary_scaling_factor": 8.0,
         "tie_embeddings": True,
     },
-    "gpt-oss's layers": {
+    "gpt-oss's layers, Cohere's norms": {
         **SMALL,
         "family": "llama",
         "num_attention_heads": 16,
@@ -161,6 +161,8 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "activation": "clamped_swiglu",
         "softmax_type": "learnable",
         "use_parallel_residual": True,
+        "norm_placement": "shared",
+        "normalization": "BiaslessLayerNorm",
         "num_moe_experts": 4,
         "moe_ffn_hidden_size": 16,
         "moe_layer_freq": (0, 1),

@@ -137,6 +137,15 @@ HUB_FAMILIES: dict[str, dict[str, Any]] = {
     "nemotron": {**_ODD, "head_dim": 10, "attention_bias": True, "mlp_bias": True, **_PARTIAL},
     "glm4": {**_ODD, "head_dim": 10, "attention_bias": True, **_PARTIAL},
     "ernie4_5": {**_ODD, "head_dim": 10, "use_bias": True, "tie_word_embeddings": False, **_ROPE},
+    "cohere": {**_ODD, "hidden_size": 60, "attention_bias": True, "logit_scale": 0.3, **_ROPE},
+    "cohere2": {
+        **_ODD,
+        "hidden_size": 60,
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"],
+        "tie_word_embeddings": False,
+        **_ROPE,
+    },
     "gemma": {**_ODD, "head_dim": 10, "attention_bias": True, **_ROPE},
     "gpt_neox": {
         "vocab_size": 37,

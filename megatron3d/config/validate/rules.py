@@ -12,6 +12,7 @@ from megatron3d.config.validate.facts import Facts, describe_tensor, near_diviso
 from megatron3d.config.validate.remarks import DYNAMIC, RECOMPUTE_KEYS
 from megatron3d.data.corpus.plan import vocabulary_problem
 from megatron3d.model.linear_spec import num_parameters
+from megatron3d.model.spec import SHARED_NORM
 from megatron3d.pipeline.schedules import size_problems as pipeline_sizes
 
 
@@ -131,6 +132,9 @@ def model_problems(facts: Facts) -> Iterator[str]:
         yield f"{where}: {arch.num_query_groups} does not divide model.num_attention_heads={heads}; use {use}"
     if model.qk_layernorm_scope != "head" and not model.qk_layernorm:
         yield f"{facts.named('model.qk_layernorm_scope')}: not used without model.qk_layernorm=true; leave it out"
+    if arch.norm_placement == SHARED_NORM and not model.use_parallel_residual:
+        where, key = facts.named("model.norm_placement"), "model.use_parallel_residual"
+        yield f"{where}: attention and MLP read the same input with {key}=true only; set that, or use pre"
     if model.apply_layernorm_1p and not arch.num_norm_tensors:
         yield (
             f"{facts.named('model.apply_layernorm_1p')}: norms of normalization={arch.normalization} have no weight; "

@@ -259,7 +259,12 @@ def test_megatron_core_loads_what_is_written(theirs: None, name: str, tmp_path: 
             assert torch.equal(values, other.get_parameter(key)), key
 
 
-OPTIONS = {"activation": "geglu", "logit_softcap": 30.0, "attention_softcap": 50.0}
+OPTIONS = {
+    "normalization": "BiaslessLayerNorm",
+    "activation": "geglu",
+    "logit_softcap": 30.0,
+    "attention_softcap": 50.0,
+}
 
 
 @pytest.mark.parametrize("name", OPTIONS)

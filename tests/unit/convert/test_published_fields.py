@@ -22,6 +22,19 @@ from tests.support.hub_models import HUB_FAMILIES, write_hub
 PUBLISHED: dict[str, dict[str, Any]] = {
     "gemma": {"hidden_act": "gelu", "hidden_activation": None},
     "gemma2": {"hidden_act": "gelu_pytorch_tanh", "cache_implementation": "hybrid", "sliding_window_size": 5},
+    "cohere": {"model_max_length": 131072, "use_qk_norm": False},
+    "cohere2": {
+        "cache_implementation": "hybrid",
+        "head_dim": 10,
+        "layer_switch": 4,
+        "order_of_interleaved_layers": "local_attn_first",
+        "position_embedding_type": "rope_gptj",
+        "rotary_pct": 1.0,
+        "use_embedding_sharing": True,
+        "use_gated_activation": True,
+        "use_parallel_block": True,
+        "use_parallel_embedding": False,
+    },
     "gpt_neox": {"attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0, "classifier_dropout": 0.1},
     "minimax_m2": {
         "attn_type_list": [1] * 5,
@@ -49,6 +62,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
 }
 OTHERWISE: dict[str, dict[str, Any]] = {
+    "cohere": {"use_qk_norm": True},
+    "cohere2": {"head_dim": 8},
     "gpt_neox": {"hidden_dropout_prob": 0.1},
     "minimax_m2": {"use_routing_bias": False},
     "phi3": {"attention_bias": True},

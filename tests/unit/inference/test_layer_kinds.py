@@ -43,9 +43,12 @@ KINDS: Mapping[str, dict[str, Any]] = {
         "normalization": "LayerNorm",
         "activation": "squared_relu",
     },
-    "sinks, windows, yarn": {
+    "sinks, windows, yarn, one norm for attention and MLP": {
         **PLAIN,
         **WINDOWS,
+        "use_parallel_residual": True,
+        "norm_placement": "shared",
+        "normalization": "BiaslessLayerNorm",
         "softmax_type": "learnable",
         "activation": "clamped_swiglu",
         "rotary_scaling": "yarn",

@@ -191,6 +191,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
         "window_size": (2, 0),
     },
     "parallel residual": {"use_parallel_residual": True},
+    "one norm": {"use_parallel_residual": True, "norm_placement": "shared", "normalization": "BiaslessLayerNorm"},
     "dropout of weights": {"attention_dropout": 0.1, "attention_softcap": 2.0, "softmax_type": "learnable"},
     "latents": LATENTS,
     "latents, values larger than keys, queries without latent, windows": {

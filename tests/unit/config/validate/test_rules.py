@@ -33,6 +33,12 @@ BROKEN = [
         "LayerNorm",
     ),
     (
+        {"model": {"norm_placement": "shared"}},
+        1,
+        "model.norm_placement=shared: attention and MLP read the same input with model.use_parallel_residual=true "
+        "only; set that, or use pre",
+    ),
+    (
         {"model": {"max_position_embeddings": 7}},
         1,
         "model.max_position_embeddings=7: less than model.seq_length=8; use 8 or more, or leave it out",

@@ -102,6 +102,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "normalization": "PlainLayerNorm",
         "qk_layernorm": True,
     },
+    "one norm without biases for attention and MLP": {
+        "family": "llama",
+        "num_attention_heads": 8,
+        "ffn_hidden_size": 24,
+        "use_parallel_residual": True,
+        "norm_placement": "shared",
+        "normalization": "BiaslessLayerNorm",
+    },
     "capped scores, sinks of 0": {
         "family": "llama",
         "use_parallel_residual": True,
