@@ -791,6 +791,12 @@ MUTATIONS = [
         ("tests/integration/test_context_exchanges.py",),
     ),
     Mutation(
+        "gradient of an activation's parameters not summed over features of other ranks",
+        "model/param_spec.py",
+        "used = DATA + sum(self.mode.inner, ())",
+        "used = DATA + self.mode.inner[0]",
+    ),
+    Mutation(
         "gradient of attention sinks not summed over tokens of other ranks",
         "model/param_spec.py",
         "(self.arch.num_attention_heads,)), (features,), DATA + tokens, decay=False)",

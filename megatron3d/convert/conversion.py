@@ -263,7 +263,7 @@ def _values(checkpoint: Path, table: Sequence[FileTensor], dtype: torch.dtype) -
     run: list[FileTensor] = []
     for tensor in (*table, None):
         if tensor is None or sum(num_bytes(each, dtype) for each in (*run, tensor)) > budget:
-            values = [torch.zeros(each.shape, dtype=dtype_of(each, dtype)) for each in run]
+            values = [torch.full(each.shape, each.number or 0.0, dtype=dtype_of(each, dtype)) for each in run]
             pairs = [(rows, whole) for each, whole in zip(run, values, strict=True) for rows in each.row_ranges()]
             named = ((f"model.{rows.name}", rows.shape, rows.box, rows_of(whole, rows)) for rows, whole in pairs)
             store.load_with_index(checkpoint, index, [Piece(*piece) for piece in named])

@@ -24,6 +24,7 @@ from megatron3d.convert.fields import (
     show,
 )
 from megatron3d.convert.llama_table import (
+    DESCRIBED,
     MLP_BIAS,
     NO_BIAS,
     NO_CLIPPING,
@@ -343,13 +344,6 @@ _ROTARY_DIM = DerivedKeys(
 )
 
 
-def _described_positions(settings: HubConfig) -> tuple[dict[str, JsonValue], list[str]]:
-    """Return a problem where positions are not described: the default of gpt-oss is a scaling of its own."""
-    is_described = any(settings.get(name) is not None for name in ("rope_parameters", "rope_scaling"))
-    problem = "rope_parameters=null: rotary positions of gpt_oss are scaled unless described; add rope_parameters"
-    return {}, [] if is_described else [problem]
-
-
 def _latent_type(
     class_name: str,
     sizes: Sizes,
@@ -461,7 +455,7 @@ EXPERT_TYPES: Mapping[str, ModelType] = {
         },
         Windows(128, every(2)),
         activation=("hidden_act", "silu", {"silu": "clamped_swiglu"}),
-        derived=(_GPT_OSS.keys(), DerivedKeys((), (), _described_positions, lambda arch: {})),
+        derived=(_GPT_OSS.keys(), DESCRIBED),
     ),
     "qwen2_moe": rotary_type(
         "Qwen2Moe",

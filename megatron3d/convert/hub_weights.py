@@ -17,6 +17,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import isclose
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,13 @@ class HubWeights:
         problems = [f"{folder}: {problem}" for problem in _differences(self.stored, tensors)]
         more = len(problems) - MAX_PROBLEMS
         UserError.collect(problems[:MAX_PROBLEMS] + ([f"{folder}: and {more} more tensors"] if more > 0 else []))
+        for tensor in tensors:
+            if tensor.number is not None and not isclose(
+                value := self.tensor(tensor.name).item(), tensor.number, rel_tol=0.01
+            ):
+                raise UserError(
+                    f"{folder}: {tensor.name} is {value}; only {tensor.number} is what the model computes here"
+                )
         for copy, name in copies:
             if not torch.equal(_read(copy), self.tensor(name)):
                 raise UserError(f"{folder}: {copy.name} differs from {name}; multi-token prediction shares it here")

@@ -233,7 +233,17 @@ def _read_divided(settings: HubConfig) -> tuple[dict[str, JsonValue], list[str]]
     return {}, [f"head_dim={show(size)}: heads have hidden_size / num_attention_heads channels; remove it"]
 
 
-_DIVIDED = DerivedKeys(("head_dim",), (), _read_divided, lambda arch: {"head_dim": arch.kv_channels})
+DIVIDED = DerivedKeys(("head_dim",), (), _read_divided, lambda arch: {"head_dim": arch.kv_channels})
+
+
+def _described_positions(settings: HubConfig) -> tuple[dict[str, JsonValue], list[str]]:
+    """Return a problem where positions are not described: the default of such a type is a scaling of its own."""
+    is_described = any(settings.get(name) is not None for name in ("rope_parameters", "rope_scaling"))
+    problem = "rope_parameters=null: rotary positions of this type are scaled unless described; add rope_parameters"
+    return {}, [] if is_described else [problem]
+
+
+DESCRIBED = DerivedKeys((), (), _described_positions, lambda arch: {})
 
 
 def _cohere_type(
@@ -461,7 +471,27 @@ ROTARY_TYPES: Mapping[str, ModelType] = {
         ),
         _NEIGHBOURS,
     ),
-    "cohere": _cohere_type("Cohere", "cohere", 500000.0, WHOLE_PRODUCTS, derived=(_DIVIDED,)),
+    "apertus": rotary_type(
+        "Apertus",
+        rotary_fields(
+            (32, 4096, 14336, 32, None, None, 65536, 131072),
+            without=("kv_channels",),
+            norm_epsilon=1e-5,
+            rotary_base=12000000.0,
+            add_bias_linear=False,
+        ),
+        {"add_mlp_bias": False, "qk_layernorm": True},
+        {
+            "hidden_dropout": AllowedValues((0.0, 0, None), "no outputs are dropped"),
+            "mlp_bias": AllowedValues((False, None), "the MLP has no biases"),
+            "post_norm": AllowedValues((False, None), "norms are on inputs"),
+            "qk_norm": AllowedValues((True, None), "queries and keys are normalized"),
+        },
+        activation=("hidden_act", "xielu", {"xielu": "xielu"}),
+        obstacles=partial(divided_heads_obstacles, "apertus"),
+        derived=(DIVIDED, DESCRIBED),
+    ),
+    "cohere": _cohere_type("Cohere", "cohere", 500000.0, WHOLE_PRODUCTS, derived=(DIVIDED,)),
     "cohere2": _cohere_type(
         "Cohere2",
         "cohere2",
@@ -477,7 +507,7 @@ ROTARY_TYPES: Mapping[str, ModelType] = {
             "use_parallel_embedding": AllowedValues((False, None), "the embedding is one matrix"),
         },
         windows=Windows(4096, every(4, "sliding_window_pattern"), interval_name="sliding_window_pattern"),
-        derived=(_DIVIDED, _UNROTATED),
+        derived=(DIVIDED, _UNROTATED),
     ),
     "gemma": _gemma_type(
         "Gemma",

@@ -313,7 +313,8 @@ class _Decoding:
         caps = {name: 0.0 for name in ("attn_logit_softcapping", "final_logit_softcapping") if hf.get(name, 0) is None}
         self.hf = {**kind.defaults, **{name: value for name, value in hf.items() if value is not None}, **caps}
         self.weights, self.kind = weights, kind
-        self.activation = _ACTIVATIONS[str(self.hf.get("hidden_activation", self.hf.get("hidden_act", "silu")))]
+        named = str(self.hf.get("hidden_activation", self.hf.get("hidden_act", "silu")))
+        self.activation = _ACTIVATIONS.get(named, F.silu)
         self.in_qkv, self.in_output, self.in_mlp = (
             name is True or bool(name and self.hf.get(name, False)) for name in kind.has_bias
         )
@@ -419,6 +420,9 @@ class _Decoding:
             y = self.activation(gate) * up
         elif gate_name:
             y = self.activation(self.linear(x, f"{name}.{gate_name}", self.in_mlp)) * up
+        elif self.hf.get("hidden_act") == "xielu":
+            p, n = (F.softplus(self.weights(f"{name}.act_fn.{alpha}")) for alpha in ("alpha_p", "alpha_n"))
+            y = torch.where(up > 0, p * up * up, (n + 0.5) * (torch.expm1(up.clamp(max=-1e-6)) - up)) + 0.5 * up
         else:
             y = self.activation(up)
         return self.linear(y, f"{name}.{down_name}", self.in_mlp)
@@ -573,6 +577,13 @@ DECODERS: Mapping[str, Decoder] = {
         {"num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": True},
         has_bias=("use_bias", "use_bias", "use_bias"),
         turns_neighbours=True,
+    ),
+    "apertus": Decoder(
+        {"rms_norm_eps": 1e-5, "rope_theta": 12000000.0, "hidden_act": "xielu"},
+        before=("attention_layernorm", "feedforward_layernorm"),
+        head_norms="head",
+        mlp=("", "up_proj", "down_proj"),
+        has_bias=("attention_bias", "attention_bias", False),
     ),
     "cohere": _COHERE,
     "cohere2": replace(

@@ -91,6 +91,11 @@ _GLM4 = _layer("""
     mlp.gate_proj; mlp.up_proj; mlp.gate_up_proj mlp.gate mlp.up
     post_self_attn_layernorm attention_output_norm; post_mlp_layernorm mlp_output_norm
 """)
+_APERTUS = _layer("""
+    input_layernorm; post_attention_layernorm; mlp.gate_proj
+    attention_layernorm input_norm; feedforward_layernorm post_attention_norm
+    mlp.act_fn.alpha_p! mlp.alpha_p; mlp.act_fn.alpha_n! mlp.alpha_n
+""")
 _STARCODER2 = _layer("mlp.gate_proj; mlp.up_proj; mlp.down_proj; mlp.c_fc mlp.up; mlp.c_proj mlp.fc2")
 _EXPERTS = _mlp("experts.{e}", "experts.{e}")
 _ROUTER = _layer("mlp.gate mlp.router")
@@ -164,6 +169,7 @@ MODULES: Mapping[str, Modules] = {
     **dict.fromkeys(("qwen3_moe", "olmoe"), _modules(_HEAD_NORMS, _ROUTER, _EXPERTS)),
     "glm4": _modules(_GLM4),
     "ernie4_5": _LLAMA,
+    "apertus": _modules(_HEAD_NORMS, _APERTUS),
     **dict.fromkeys(("cohere", "cohere2"), _modules({f"{LAYER}post_attention_layernorm": ()})),
     "gemma": _LLAMA,
     "gemma2": _modules(_OUTPUT_NORMS, _INPUT_NORM_OF_MLP),
@@ -171,6 +177,10 @@ MODULES: Mapping[str, Modules] = {
 }
 
 
+# Numbers in the files of a model type, one of each in every layer, which are the same in all models.
+NUMBERS: Mapping[str, Mapping[str, float]] = {
+    "apertus": {f"{LAYER}mlp.act_fn.beta": 0.5, f"{LAYER}mlp.act_fn.eps": -1e-6},
+}
 TIED_HEAD = "lm_head.weight"
 
 
@@ -212,6 +222,7 @@ class FileTensor:
 
     Attributes:
         num_zeros: length of a vector of zeros, which has no parts: a bias that our model lacks.
+        number: value of a single number, which has no parts; None: it is none.
         num_groups: the rows of the parts alternate: with 2 groups a first half of each part, then the second halves.
         num_experts: length of a first dim over experts, with as many parts for each in order; 0: there is none.
         is_striped: the rows of the parts, of each expert, alternate one by one.
@@ -222,6 +233,7 @@ class FileTensor:
     parts: tuple[tuple[str, Shape], ...]
     is_transposed: bool
     num_zeros: int = 0
+    number: float | None = None
     num_groups: int = 1
     num_experts: int = 0
     is_striped: bool = False
@@ -260,7 +272,7 @@ class FileTensor:
     def joined_shape(self) -> Shape:
         """Shape before transposition, without the dim over experts."""
         if not self.parts:
-            return (self.num_zeros,)
+            return (self.num_zeros,) if self.number is None else ()
         shapes = [shape for _, shape in self._parts_of_expert(0)]
         if self.has_columns:
             return (shapes[0][0], sum(shape[1] for shape in shapes))
@@ -297,6 +309,9 @@ def file_tensors(arch: Architecture, model_type: str, stacks_experts: bool = Fal
         whole = {theirs.replace("block_sparse_moe.", "mlp."): ours for theirs, ours in kept.items()}
         named = {**whole, **STACKED_EXPERTS}
     found = tuple(_Table(arch, logical).tensors(named))
+    for name, number in NUMBERS.get(model_type, {}).items():
+        places = (name.replace("{n}", str(n)) for n in range(arch.num_layers))
+        found += tuple(FileTensor(place, (), is_transposed=False, number=number) for place in places)
     held = [part for tensor in found for part, _ in tensor.parts]
     assert sorted(held) == sorted(logical), f"not once: {set(held) ^ set(logical)}"
     return found

@@ -143,7 +143,7 @@ def num_parameters(arch: Architecture) -> int:
         attention = _latent_parameters(arch) + proj_bias * h
     attention += arch.num_attention_heads * (arch.softmax_type == "learnable")
     gates = 2 if arch.activation in GATED else 1
-    mlp = gates * (h + mlp_bias) * f + f * h + mlp_bias * h
+    mlp = gates * (h + mlp_bias) * f + f * h + mlp_bias * h + len(arch.activation_params)
     num_ahead = arch.mtp_num_layers
     num_experts = len(expert_layers(arch)) + num_ahead * has_experts(arch, arch.num_layers - 1)
     embeddings = arch.vocab_size * h * (1 if arch.tie_embeddings else 2)

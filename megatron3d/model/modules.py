@@ -5,7 +5,7 @@ Activations that fuse gate and up projection [M, 2F]:
     swiglu          silu(gate) up                                       (Shazeer 2020, arXiv:2002.05202)
     clamped_swiglu  g sigmoid(1.702 g) (1 + u),  g = min(gate, 7),  u = clamp(up, -7, 7)      (gpt-oss, 2025)
 
-`squared_relu` is by So et al. 2021, arXiv:2109.08668.
+`squared_relu` is by So et al. 2021, arXiv:2109.08668, and `xielu` by Huang and Schlag 2024, arXiv:2411.13010.
 Letters: M tokens, K input and N output features, H hidden, F inner features.
 """
 
@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -144,6 +145,35 @@ class HiddenDropout(nn.Module):
 Activation = Callable[[Tensor], Tensor]
 
 
+class _XIELU(torch.autograd.Function):
+    """xIELU with parameters p and n: backward keeps x alone.
+
+    x > 0    softplus(p) x^2 + x / 2
+    x <= 0   (softplus(n) + 1/2) (e^x - 1 - x) + x / 2
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_MF: Tensor, p: Tensor, n: Tensor) -> Tensor:
+        ctx.save_for_backward(x_MF, p, n)
+        low_MF = torch.expm1(x_MF.clamp(max=0)).sub_(x_MF).mul_(F.softplus(n) + 0.5)
+        return torch.where(x_MF > 0, F.softplus(p) * x_MF * x_MF, low_MF).add_(x_MF, alpha=0.5)
+
+    @staticmethod
+    def backward(ctx: Any, dy_MF: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x_MF, p, n = ctx.saved_tensors
+        wide = torch.promote_types(x_MF.dtype, torch.float32)
+        above_MF, below_MF = x_MF.clamp(min=0), torch.expm1(x_MF.clamp(max=0))
+        dp = (dy_MF * above_MF * above_MF).sum(dtype=wide) * p.sigmoid()
+        dn = (dy_MF * (below_MF - x_MF.clamp(max=0))).sum(dtype=wide) * n.sigmoid()
+        slope_MF = above_MF.mul_(2 * F.softplus(p)).add_(below_MF.mul_(F.softplus(n) + 0.5)).add_(0.5)
+        return slope_MF.mul_(dy_MF), dp.to(p.dtype), dn.to(n.dtype)
+
+
+def _xielu(x_MF: Tensor, p: Tensor, n: Tensor) -> Tensor:
+    y_MF: Tensor = _XIELU.apply(x_MF, p.to(x_MF.dtype), n.to(x_MF.dtype))
+    return y_MF
+
+
 def _gated(activation: Activation, fused_MF: Tensor) -> Tensor:
     gate, up = fused_MF.chunk(2, dim=-1)
     return activation(gate) * up
@@ -155,11 +185,13 @@ def _clamped_swiglu(fused_MF: Tensor) -> Tensor:
     return gate * torch.sigmoid(gate * 1.702) * (up + 1)
 
 
-ACTIVATIONS: Mapping[str, Activation] = {
+# Functions of the features and, for some, of parameters.
+ACTIVATIONS: Mapping[str, Callable[..., Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
     "squared_relu": lambda x_MF: F.relu(x_MF).square(),
+    "xielu": _xielu,
     "swiglu": partial(_gated, F.silu),
     "geglu": partial(_gated, F.gelu),
     "geglu_tanh": partial(_gated, partial(F.gelu, approximate="tanh")),
@@ -172,10 +204,16 @@ class MLP(nn.Module):
 
     def __init__(self, layer: str, build: Build, fc1: str = FC1, fc2: str = FC2) -> None:
         super().__init__()
-        self.activation = ACTIVATIONS[build.arch.activation]
+        self.function, self.param_names = ACTIVATIONS[build.arch.activation], tuple(build.arch.activation_params)
         self.fc1 = Linear(layer, fc1, build)
+        for name in self.param_names:
+            self.register_parameter(name, build.param(f"{layer}.mlp.{name}"))
         self.fc2 = Linear(layer, fc2, build)
         self.recomputes_activation = build.recompute.recomputes(MLP_ACT)
+
+    def activation(self, y_MF: Tensor) -> Tensor:
+        """Return the activation of the features, with its parameters."""
+        return self.function(y_MF, *map(self.get_parameter, self.param_names))
 
     def forward(self, x_MH: Tensor, at: Pass) -> Tensor:
         y_MF = self.fc1(x_MH)

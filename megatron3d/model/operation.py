@@ -301,6 +301,7 @@ _ACTIVATIONS: Mapping[str, Sequence[str]] = {
     "gelu_tanh": ("input",),
     "relu": ("output",),
     "squared_relu": ("relu",),
+    "xielu": ("input",),
     "swiglu": ("input", "gate activated"),
     "geglu": ("input", "gate activated"),
     "geglu_tanh": ("input", "gate activated"),

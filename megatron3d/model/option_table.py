@@ -17,7 +17,9 @@ from megatron3d.runtime.arguments import MAX_NUMBER
 
 MAX_LAYERS = 10_000  # layers, or stages of a pipeline
 
-ActivationName = Literal["gelu", "gelu_tanh", "relu", "squared_relu", "swiglu", "geglu", "geglu_tanh", "clamped_swiglu"]
+ActivationName = Literal[
+    "gelu", "gelu_tanh", "relu", "squared_relu", "xielu", "swiglu", "geglu", "geglu_tanh", "clamped_swiglu"
+]
 NormName = Literal["LayerNorm", "RMSNorm", "PlainLayerNorm", "BiaslessLayerNorm"]
 PositionName = Literal["learned_absolute", "rope", "none"]
 

@@ -132,6 +132,7 @@ class _Table:
             yield from self.experts(name, arch.experts)
         else:
             yield from self.linear(name, FC1)
+            yield from self.activation(f"{name}.mlp")
             yield from self.linear(name, FC2)
         yield from norm("mlp_output_norm")
 
@@ -198,6 +199,13 @@ class _Table:
         """Yield the attention sinks: one logit for each query head, sharded as these are, 0 at first."""
         path, (tokens, features) = f"{name}.sinks", self.mode.inner
         yield path, ParamSpec(_same(path, (self.arch.num_attention_heads,)), (features,), DATA + tokens, decay=False)
+
+    def activation(self, name: str) -> Named:
+        """Yield the parameters of an activation, which every rank has."""
+        used = DATA + sum(self.mode.inner, ())
+        for param, fill in self.arch.activation_params.items():
+            path = f"{name}.{param}"
+            yield path, ParamSpec(_same(path, (1,)), ((),), used, fill=fill, decay=False)
 
     def norm(self, name: str, size: int, tokens: Axes, features: Axes) -> Named:
         """Yield weight and bias of a norm, as far as its kind has them; `tokens` are the axes that shard its rows."""

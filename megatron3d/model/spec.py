@@ -87,6 +87,11 @@ NO_RECOMPUTE = Recompute()
 
 GATED = frozenset({"swiglu", "geglu", "geglu_tanh", "clamped_swiglu"})
 
+# Parameters of an MLP's activation with their initial values, softplus^-1 of 0.8 and 0.3, by `activation`.
+ACTIVATION_PARAMS: Mapping[str, Mapping[str, float]] = {
+    "xielu": {name: math.log(math.expm1(value)) for name, value in (("alpha_p", 0.8), ("alpha_n", 0.3))}
+}
+
 SHARED_NORM = "shared"
 # Norms of a layer by `norm_placement`: on the inputs of attention and MLP, on their outputs, or both, or
 # one for the inputs of both.
@@ -186,6 +191,11 @@ class Architecture(ModelOptions):
     def norm_sites(self) -> tuple[str, ...]:
         """The norms of a layer on the residual stream, in the order of the forward pass."""
         return NORM_SITES[self.norm_placement]
+
+    @property
+    def activation_params(self) -> Mapping[str, float]:
+        """Parameters of the activation of each MLP, single numbers, with their initial values."""
+        return ACTIVATION_PARAMS.get(self.activation, {})
 
     @property
     def mlp_input(self) -> int:

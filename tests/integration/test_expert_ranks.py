@@ -166,6 +166,13 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "odd experts": ({"num_moe_experts": 9}, {"expert_model_parallel_size": 2}, "2 does not divide"),
     "more chosen than there are": ({"moe_router_topk": 9}, {}, "more than model.num_moe_experts=8; use 1 to 8"),
     "one half of groups": ({"moe_router_group_topk": None}, {}, "not used without model.moe_router_group_topk"),
+    "scores of no groups": (
+        {"moe_router_num_groups": None, "moe_router_group_topk": None, "moe_router_group_score_topk": 1},
+        {},
+        "not used without model.moe_router_num_groups",
+    ),
+    "more scores than a group has": ({"moe_router_group_score_topk": 3}, {}, "a group has 2 experts, fewer than the 3"),
+    "an activation with parameters": ({"activation": "xielu"}, {}, "has parameters of an MLP, and experts have none"),
     "groups of unequal size": ({"moe_router_num_groups": 3}, {}, "3 does not divide model.num_moe_experts=8"),
     "too few groups": ({"moe_router_group_topk": 1}, {}, "1 groups have 2 experts, fewer than model.moe_router_topk=3"),
     "softmax before sigmoid": ({"moe_router_pre_softmax": True}, {}, "not used with model.moe_router_score_function"),

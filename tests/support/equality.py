@@ -49,7 +49,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "attention_softcap": 0.7,
         "softmax_type": "learnable",
     },
-    "SmolLM3's layers, untied, grouped queries": {
+    "SmolLM3's layers, untied, grouped queries, xIELU": {
         **SMALL,
         "num_layers": 3,
         "family": "llama",
@@ -58,6 +58,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "ffn_hidden_size": 40,
         "no_rope_freq": 3,
         "mtp_num_layers": 2,
+        "activation": "xielu",
     },
     "fewer key/value heads than ranks, QK-norm, tied": {
         **SMALL,

@@ -137,6 +137,7 @@ HUB_FAMILIES: dict[str, dict[str, Any]] = {
     "nemotron": {**_ODD, "head_dim": 10, "attention_bias": True, "mlp_bias": True, **_PARTIAL},
     "glm4": {**_ODD, "head_dim": 10, "attention_bias": True, **_PARTIAL},
     "ernie4_5": {**_ODD, "head_dim": 10, "use_bias": True, "tie_word_embeddings": False, **_ROPE},
+    "apertus": {**_ODD, "hidden_size": 60, "attention_bias": True, **_ROPE},
     "cohere": {**_ODD, "hidden_size": 60, "attention_bias": True, "logit_scale": 0.3, **_ROPE},
     "cohere2": {
         **_ODD,
@@ -243,6 +244,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 6},
     "deepseek_v3": {"first_k_dense_replace": 61},
     "gpt_oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 150000.0}},
+    "apertus": {"rope_parameters": {"rope_type": "default", "rope_theta": 12000000.0}},
 }
 QWEN3 = {**LLAMA, "model_type": "qwen3", "head_dim": 4}
 

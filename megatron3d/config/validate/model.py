@@ -218,6 +218,8 @@ def expert_problems(facts: Facts) -> Iterator[str]:
         return
     if experts.topk > experts.num_experts:
         yield f"{facts.named(TOPK)}: more than {NUM_EXPERTS}={experts.num_experts}; use 1 to {experts.num_experts}"
+    if facts.arch.activation_params:
+        yield f"{facts.named('model.activation')}: has parameters of an MLP, and experts have none; use swiglu"
     if experts.pre_softmax and experts.score_function != "softmax":
         yield f"{facts.named(PRE_SOFTMAX)}: not used with {SCORES}={experts.score_function}; leave it out"
     if experts.topk == 1 < experts.num_experts and experts.score_function == "softmax" and not experts.pre_softmax:

@@ -100,6 +100,15 @@ def test_a_weight_file_that_is_longer_than_its_header_says_is_refused(tmp_path: 
         from_hub(ConversionRequest(hub, tmp_path / "run"))
 
 
+def test_a_number_that_the_model_has_not_is_refused(tmp_path: Path) -> None:
+    hub = write_hub(tmp_path / "hub", HUB_FAMILIES["apertus"])
+    weights = load_file(hub / SINGLE)
+    beta = {"model.layers.1.mlp.act_fn.beta": torch.tensor(0.6)}
+    save_file({**weights, **beta}, hub / SINGLE, {"format": "pt"})
+    with pytest.raises(UserError, match=r"model.layers.1.mlp.act_fn.beta is 0.6\d*; only 0.5"):
+        open_folder(hub)
+
+
 def test_buffers_of_old_files_are_left_out(tmp_path: Path) -> None:
     """Pythia's files have the causal mask of every layer."""
     hub = write_hub(tmp_path / "hub", HUB_FAMILIES["gpt_neox"])

@@ -22,6 +22,7 @@ from tests.support.hub_models import HUB_FAMILIES, write_hub
 PUBLISHED: dict[str, dict[str, Any]] = {
     "gemma": {"hidden_act": "gelu", "hidden_activation": None},
     "gemma2": {"hidden_act": "gelu_pytorch_tanh", "cache_implementation": "hybrid", "sliding_window_size": 5},
+    "apertus": {"hidden_dropout": 0.0, "mlp_bias": False, "post_norm": False, "qk_norm": True},
     "cohere": {"model_max_length": 131072, "use_qk_norm": False},
     "cohere2": {
         "cache_implementation": "hybrid",
@@ -62,6 +63,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
 }
 OTHERWISE: dict[str, dict[str, Any]] = {
+    "apertus": {"post_norm": True},
     "cohere": {"use_qk_norm": True},
     "cohere2": {"head_dim": 8},
     "gpt_neox": {"hidden_dropout_prob": 0.1},

@@ -41,7 +41,7 @@ KINDS: Mapping[str, dict[str, Any]] = {
         "rotary_interleaved": True,
         "use_parallel_residual": True,
         "normalization": "LayerNorm",
-        "activation": "squared_relu",
+        "activation": "xielu",
     },
     "sinks, windows, yarn, one norm for attention and MLP": {
         **PLAIN,

@@ -168,6 +168,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "biases of queries, keys and values": {"add_bias_linear": False, "add_qkv_bias": True},
     "output gate": {"attention_output_gate": True},
     "activation": {"activation": "clamped_swiglu"},
+    "activation with parameters": {"activation": "xielu"},
     "scales and caps of logits": {
         "embedding_scale": 2.0,
         "residual_scale": 0.5,

@@ -9,9 +9,11 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from transformers.activations import ACT2CLS
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from megatron3d.model.modules import ACTIVATIONS
+from megatron3d.model.spec import ACTIVATION_PARAMS
 from tests.support.peers import LLAMA_NAMES, compare, widened
 
 SIZES = {
@@ -404,6 +406,27 @@ def test_the_clamped_activation_is_that_of_gpt_oss() -> None:
         fused = 6 * torch.randn(9, 10)
         wanted = experts._apply_gate(torch.stack(fused.chunk(2, dim=-1), -1).flatten(1))
     torch.testing.assert_close(ACTIVATIONS["clamped_swiglu"](fused), wanted, rtol=1e-13, atol=1e-13)
+
+
+def test_the_activation_with_parameters_is_that_of_apertus() -> None:
+    """Gradients too, of features that are 0 as well, and away from the initial values of the parameters."""
+    torch.manual_seed(0)
+    make: Any = ACT2CLS["xielu"]
+    theirs = make(dtype=torch.float64)
+    x = (3 * torch.randn(9, 10, dtype=torch.float64)).requires_grad_()
+    params = [theirs.alpha_p, theirs.alpha_n]
+    initial = [param.item() for param in params]
+    assert initial == pytest.approx([*ACTIVATION_PARAMS["xielu"].values()], rel=1e-13)
+    for change in (0.0, 0.7):
+        for param in params:
+            param.data += change
+        wanted = torch.autograd.grad(theirs(x).sin().sum(), (x, *params))
+        found = torch.autograd.grad(ACTIVATIONS["xielu"](x, *params).sin().sum(), (x, *params))
+        torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(ACTIVATIONS["xielu"](x, *params), theirs(x), rtol=1e-11, atol=1e-11)
+    zero = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+    (slope,) = torch.autograd.grad(ACTIVATIONS["xielu"](zero, *params).sum(), zero)
+    assert torch.equal(slope, torch.full((3,), 0.5, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("name", PEERS)

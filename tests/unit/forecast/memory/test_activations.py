@@ -107,6 +107,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 8,
         "ffn_hidden_size": 24,
         "use_parallel_residual": True,
+        "activation": "xielu",
         "norm_placement": "shared",
         "normalization": "BiaslessLayerNorm",
     },
