@@ -248,8 +248,9 @@ class Layer(nn.Module):
         normed_MH = self.input_norm(x_MH)
         y_MH = self.attention_output_norm(self.attention(normed_MH, at))
         sum_MH = x_MH.add(self.attention_dropout(y_MH, at), alpha=self.residual_scale)
-        y_MH = self.mlp(self.post_attention_norm((x_MH, normed_MH, sum_MH)[self.mlp_input]), at)
-        y_MH = self.mlp_output_norm(y_MH)
+        input_MH = (x_MH, normed_MH, sum_MH)[self.mlp_input]
+        del normed_MH  # its memory, where the MLP reads another input
+        y_MH = self.mlp_output_norm(self.mlp(self.post_attention_norm(input_MH), at))
         z_MH: Tensor = sum_MH.add(self.mlp_dropout(y_MH, at), alpha=self.residual_scale)
         return z_MH
 
