@@ -51,8 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     UserError.collect((*problems(config, world_size), *missing_device(args.device)))
     small, num_ranks = shrink(config, world_size)
     UserError.collect((*check(small, num_ranks), *too_large(small, num_ranks)))
-    print(f"asked:    {batch_arithmetic(RunSpec(config, world_size))}", flush=True)
-    print(f"verified: {batch_arithmetic(RunSpec(small, num_ranks))}", flush=True)
+    print(f"asked:    {arithmetic(config, world_size)}", flush=True)
+    print(f"verified: {arithmetic(small, num_ranks)}", flush=True)
     options = args.steps, args.tolerance, args.device, args.lag_ms / 1e3, config.train.precision
     found, flipped = process.launch(num_ranks, compare, small.model_dump_json(), *options)
     for line in flipped:
@@ -64,9 +64,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if found else 0
 
 
+def arithmetic(config: Config, world_size: int) -> str:
+    """Return the factors of world size and batch, and the ranks of experts where there are any."""
+    experts, split = config.parallel.expert_model_parallel_size, config.parallel.expert_tensor_parallel_size
+    ranks = f"\nexperts: EP {experts} x ETP {split}" if experts * split > 1 else ""
+    return batch_arithmetic(RunSpec(config, world_size)) + ranks
+
+
 def default_world_size(config: Config) -> int:
-    """Return TP x CP x PP, or twice that where two data-parallel ranks are possible and cheap enough."""
-    alone = RunSpec(config).sizes.model
+    """Return TP x CP x PP, times what experts need, or twice that where data-parallel ranks are possible and cheap."""
+    dense, parallel = RunSpec(config).sizes.model, config.parallel
+    experts = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size
+    alone = next((dense * n for n in range(1, experts + 1) if not problems(config, dense * n)), dense)
     shared = not problems(config, 2 * alone) and shrink(config, 2 * alone)[1] <= MAX_RANKS
     return 2 * alone if shared else alone
 
@@ -100,7 +109,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--world-size",
         type=whole(1, 10**6),
-        help="processes of the real run; default: 2 x TP x CP x PP, or TP x CP x PP",
+        help="processes of the real run; default: TP x CP x PP, times what EP and ETP need, and twice that if possible",
     )
     parser.add_argument("--steps", type=whole(1, 1000), default=3)
     parser.add_argument("--tolerance", type=real(0, 1), default=1e-10, help="relative")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from megatron3d.attention.context.plan import CONTEXT_EXCHANGES, LOAD_BALANCERS, ZIGZAG
@@ -17,7 +17,7 @@ from megatron3d.errors import is_one_line
 from megatron3d.model.option_table import MAX_LAYERS, FamilyOption, ModelOptions, option
 from megatron3d.parallel.mesh import CONTEXT
 from megatron3d.parallel.modes import MODES
-from megatron3d.pipeline.schedules import FROM_FILE, ONE_F_ONE_B, SCHEDULES
+from megatron3d.pipeline.schedules import FROM_FILE, INTERLEAVED, ONE_F_ONE_B, SCHEDULES
 from megatron3d.runtime.arguments import MAX_NUMBER, MAX_RANKS, MAX_SEED
 
 Positive = Annotated[int, Field(ge=1)]
@@ -333,7 +333,7 @@ class LoggingConfig(Section, frozen=True):
     tensorboard_dir: str | None = key(None, also="enable_tensorboard")
     wandb_project: str | None = key(None, also="wandb_log")
     wandb_name: str | None = key(None, also="wandb_run_name wandb_exp_name run_name")
-    wandb_mode: Literal["online", "offline"] = "online"
+    wandb_mode: Literal["online", "offline"] = key("online", "online: unless the variable WANDB_MODE says otherwise")
     cluster: str | None = key(
         None, "description in hardware/clusters for step time prediction; default: local, if calibrated"
     )
@@ -404,7 +404,8 @@ class ParallelConfig(Section, frozen=True):
     )
     virtual_pipeline_model_parallel_size: int | None = key(
         None,
-        "stages (model chunks) per pipeline rank; default: the fewest that the schedule supports",
+        "stages (model chunks) per pipeline rank; 1f1b with several is interleaved; default: the fewest that the "
+        "schedule supports",
         ge=1,
         most=MAX_LAYERS,
         also="vp vp_size vpp num_model_chunks num_virtual_stages num_layers_per_virtual_pipeline_stage "
@@ -448,6 +449,16 @@ class ParallelConfig(Section, frozen=True):
     tp_keep_gathered_weights: bool = key(
         False, "keep weights gathered in forward until backward: one all-gather less, more memory"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _interleaved(cls, values: object) -> object:
+        """Return the keys; 1F1B with several stages per rank is the interleaved schedule, as in Megatron-LM."""
+        if not isinstance(values, Mapping):
+            return values
+        virtual, name = values.get("virtual_pipeline_model_parallel_size"), values.get("pipeline_schedule", ONE_F_ONE_B)
+        is_interleaved = isinstance(virtual, int) and virtual > 1 and name == ONE_F_ONE_B
+        return {**values, "pipeline_schedule": INTERLEAVED} if is_interleaved else values
 
     @property
     def context_axes(self) -> tuple[tuple[str, int], ...]:

@@ -158,7 +158,7 @@ class WandbSink:
             self._run = wandb.init(
                 project=config.logging.wandb_project,
                 name=config.logging.wandb_name,
-                mode=config.logging.wandb_mode,
+                mode="offline" if config.logging.wandb_mode == "offline" else None,  # None: as WANDB_MODE says
                 dir=str(folder),
                 config=config.model_dump(mode="json"),
                 id=run_id(folder / WANDB_ID, start_iteration),

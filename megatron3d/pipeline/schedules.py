@@ -148,11 +148,11 @@ class ScheduleEntry:
         return self.min_virtual <= virtual and (self.max_virtual is None or virtual <= self.max_virtual)
 
 
-ONE_F_ONE_B = "1f1b"
+ONE_F_ONE_B, INTERLEAVED = "1f1b", "interleaved"
 SCHEDULES: Mapping[str, ScheduleEntry] = {
     "gpipe": ScheduleEntry(lambda p, m, v, costs: gpipe(p, m), rank_in_loop),
     ONE_F_ONE_B: ScheduleEntry(lambda p, m, v, costs: one_f_one_b(p, m), rank_in_loop),
-    "interleaved": ScheduleEntry(lambda p, m, v, costs: interleaved(p, m, v), rank_in_loop, 2, None),
+    INTERLEAVED: ScheduleEntry(lambda p, m, v, costs: interleaved(p, m, v), rank_in_loop, 2, None),
     "zb-h1": ScheduleEntry(lambda p, m, v, costs: zb_h1(p, m), rank_in_loop),
     "zb-h2": ScheduleEntry(lambda p, m, v, costs: zb_2p(p, m, UNIT_COSTS), rank_in_loop),
     "zb-2p": ScheduleEntry(lambda p, m, v, costs: zb_2p(p, m, costs), rank_in_loop),

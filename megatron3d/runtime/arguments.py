@@ -25,7 +25,7 @@ MAX_SEED = 2**62
 # Tasks among which a preprocessing job is divided.
 MAX_SHARDS = 10**6
 # Forwards of all ranks of a pipeline in one step; simulating a schedule of this size takes seconds.
-MAX_SCHEDULE_SIZE = 2**16
+MAX_SCHEDULE_SIZE = 2**17
 # Characters of a value that a message quotes.
 MAX_QUOTED = 200
 # Bytes of a file that a person writes: a configuration, or the description of a cluster.

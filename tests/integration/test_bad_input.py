@@ -52,8 +52,8 @@ CONFIGURATION: dict[str, tuple[list[str], list[Words]]] = {
         [("parallel.pipeline_schedule=interleave (command line)", "not allowed", "use interleaved, gpipe", "or file")],
     ),
     "virtual stages that a schedule does not take": (
-        ["parallel.virtual_pipeline_model_parallel_size=2"],
-        [("virtual_pipeline_model_parallel_size=2 (command line)", "1f1b takes 1", "interleaved or zb-v")],
+        ["parallel.pipeline_schedule=gpipe", "parallel.virtual_pipeline_model_parallel_size=2"],
+        [("virtual_pipeline_model_parallel_size=2 (command line)", "gpipe takes 1", "interleaved or zb-v")],
     ),
     "more stages than layers": (
         ["--check", "--world-size", "4", "parallel.pipeline_model_parallel_size=4"],

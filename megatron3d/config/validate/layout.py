@@ -28,7 +28,7 @@ from megatron3d.parallel.mesh import Axes, Mesh
 from megatron3d.parallel.modes import MODES, build_mode
 from megatron3d.parallel.modes.mode import Mode
 from megatron3d.pipeline.actions import stage_to_rank
-from megatron3d.pipeline.schedules import FROM_FILE, SCHEDULES, num_microbatches, schedules_with
+from megatron3d.pipeline.schedules import FROM_FILE, ONE_F_ONE_B, SCHEDULES, num_microbatches, schedules_with
 from megatron3d.pipeline.validate import read_schedule
 from megatron3d.runtime.arguments import shorten
 
@@ -363,7 +363,13 @@ def _too_many_stages(facts: Facts) -> str:
     if virtual > 1 and ranks <= layers:
         fewer = layers // ranks
         fits = SCHEDULES[name].supports(fewer)
-        change = f"{VIRTUAL} {fewer}" if fits else f"{SCHEDULE} {one_of(schedules_with(1))}"
+        # 1F1B of a given number of stages is the interleaved schedule again.
+        single = [
+            each
+            for each in schedules_with(1)
+            if each != ONE_F_ONE_B or parallel.virtual_pipeline_model_parallel_size is None
+        ]
+        change = f"{VIRTUAL} {fewer}" if fits else f"{SCHEDULE} {one_of(single)}"
         remedies.append(change.removeprefix("parallel."))
     if ranks * virtual <= MAX_LAYERS or not remedies:
         remedies.append(f"model.num_layers {ranks * virtual} or more")

@@ -194,3 +194,15 @@ def test_bad_options(typed: list[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         verify_layout.parse_args(["--config", "x", *typed])
     assert stopped.value.code == 2
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs/models").glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_default_world_has_room_for_experts(path: Path) -> None:
+    """Bug that this finds: a preset with EP 32 on the ranks of TP and PP alone is refused, with the advice EP 1."""
+    config = read_config(path).config
+    world_size = verify_layout.default_world_size(config)
+    assert verify_layout.problems(config, world_size) == []
+    small, num_ranks = verify_layout.shrink(config, world_size)
+    ranks = small.parallel.expert_model_parallel_size
+    assert num_ranks <= verify_layout.MAX_RANKS
+    assert (f"experts: EP {ranks} x ETP 1" in verify_layout.arithmetic(small, num_ranks)) == (ranks > 1)

@@ -156,7 +156,7 @@ PRODUCTS: Sequence[tuple[str, str]] = (
         "parallel.pipeline_model_parallel_size=1000000 parallel.pipeline_model_parallel_layout=[12]",
         "1000000 stages are",
     ),
-    ("train.global_batch_size=1000000", "more than 65536 actions; use fewer microbatches or ranks"),
+    ("train.global_batch_size=1000000", "more than 131072 actions; use fewer microbatches or ranks"),
     ("model.num_layers=10000 model.hidden_size=1000000 model.num_attention_heads=1", "parameters, more than 1e+15"),
     ("model.seq_length=10000000 train.micro_batch_size=1000 train.global_batch_size=1000", "attention scores"),
     ("train.rampup_batch_size=[1,1,5] train.global_batch_size=60000", "59999 steps of 1"),

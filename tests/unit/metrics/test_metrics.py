@@ -327,6 +327,17 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> Config:
 
 
 @pytest.mark.slow
+def test_wandb_mode_of_the_environment_is_honoured(
+    offline: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug that this finds: the default, online, is passed on, and waits for a login in spite of WANDB_MODE."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    logging = offline.logging.model_copy(update={"wandb_mode": "online"})
+    write(tmp_path, range(1, 2), offline.model_copy(update={"logging": logging}))
+    assert list((tmp_path / "wandb").glob("offline-run-*"))
+
+
+@pytest.mark.slow
 def test_wandb_offline_needs_no_network(offline: Config, tmp_path: Path) -> None:
     """A resumed run keeps the wandb id, a run from scratch gets a new one."""
     ids = []

@@ -17,7 +17,7 @@ from megatron3d.config.validate.facts import Facts
 from megatron3d.config.validate.layout import file_problems
 from megatron3d.config.validate.rules import check
 from megatron3d.pipeline.actions import Schedule
-from megatron3d.pipeline.schedules import SCHEDULES, build_schedule
+from megatron3d.pipeline.schedules import SCHEDULES, build_schedule, schedule_problems
 from megatron3d.pipeline.validate import write_schedule
 
 P, V = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
@@ -54,8 +54,8 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         "virtual_pipeline_model_parallel_size 3, or model.num_layers 16 or more",
     ),
     (
-        {P: 2, V: 2},
-        "parallel.virtual_pipeline_model_parallel_size=2: parallel.pipeline_schedule=1f1b takes 1 on each rank; use "
+        {P: 2, SCHEDULE: "gpipe", V: 2},
+        "parallel.virtual_pipeline_model_parallel_size=2: parallel.pipeline_schedule=gpipe takes 1 on each rank; use "
         "1, or pipeline_schedule interleaved or zb-v",
     ),
     (
@@ -275,3 +275,15 @@ def test_a_schedule_file_determines_the_number_of_stages(tmp_path: Path) -> None
         "parallel.pipeline_model_parallel_layout=[3,3]: 2 numbers for 4 stages that hold model.num_layers=6; use for "
         "example [1,1,2,2], or leave it out"
     ]
+
+
+def test_several_stages_per_rank_of_1f1b_are_interleaved() -> None:
+    """Megatron-LM has one schedule for both, and ports of its scripts name none."""
+    for named in ({}, {SCHEDULE: "1f1b"}):
+        config = config_of({P: 2, V: 2, **named})
+        assert config.parallel.pipeline_schedule == "interleaved"
+    assert config_of({P: 2, V: 1}).parallel.pipeline_schedule == "1f1b"
+
+
+def test_schedules_of_large_runs_are_not_refused() -> None:
+    assert schedule_problems("interleaved", 16, 1024, 6) == []
