@@ -25,7 +25,7 @@ from rich.text import Text
 from megatron3d.data.token_files.indexed import IndexedDataset
 from megatron3d.data.tokenizers.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
 from megatron3d.errors import UserError, one_line
-from megatron3d.runtime.arguments import MAX_NUMBER, ToolParser, positive, whole
+from megatron3d.runtime.arguments import MAX_NUMBER, ToolParser, naming_options, positive, whole
 from megatron3d.runtime.program import run_tool, spinner
 
 QUANTILES = (0.0, 0.1, 0.5, 0.9, 0.99, 1.0)
@@ -92,7 +92,8 @@ def show_documents(data: IndexedDataset, arguments: argparse.Namespace) -> None:
     """Print documents by number, negative ones from the end, decoded if a tokenizer is given."""
     decode = None
     if arguments.tokenizer_type is not None:
-        tokenizer = build_tokenizer(arguments.tokenizer_type, arguments.tokenizer_model)
+        with naming_options():
+            tokenizer = build_tokenizer(arguments.tokenizer_type, arguments.tokenizer_model)
         if data.manifest and data.manifest.fingerprint != tokenizer.fingerprint:
             raise UserError(
                 f"--tokenizer-model {arguments.tokenizer_model}: {data.prefix} was made with "

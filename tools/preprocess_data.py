@@ -37,7 +37,7 @@ from megatron3d.data.preprocess.job import OnProgress, PreprocessJob, ResumePoin
 from megatron3d.data.preprocess.readers import TEXT_KEY, ReadOptions, exact_split
 from megatron3d.data.tokenizers.tokenizer import TOKENIZER_TYPES, build_tokenizer
 from megatron3d.errors import UserError, one_line
-from megatron3d.runtime.arguments import MAX_NUMBER, ToolParser, add_overwrite
+from megatron3d.runtime.arguments import MAX_NUMBER, ToolParser, add_overwrite, naming_options
 from megatron3d.runtime.process import num_cores
 from megatron3d.runtime.program import byte_progress, run_tool
 
@@ -80,7 +80,8 @@ def make_job(arguments: argparse.Namespace) -> PreprocessJob:
         for number, key in enumerate(arguments.json_keys)
         if arguments.json_keys.index(key) < number
     )
-    tokenizer = build_tokenizer(arguments.tokenizer_type, arguments.tokenizer_model)
+    with naming_options():
+        tokenizer = build_tokenizer(arguments.tokenizer_type, arguments.tokenizer_model)
     if arguments.append_eod and tokenizer.eod is None:
         raise UserError(
             f"--append-eod: {arguments.tokenizer_type} {arguments.tokenizer_model or ''} has no end-of-document token; "

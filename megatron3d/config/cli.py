@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -24,6 +24,10 @@ from megatron3d.model.linear_spec import num_parameters
 from megatron3d.parallel.mesh import PIPELINE
 from megatron3d.runtime.arguments import MAX_RANKS, ToolParser, shorten, whole
 
+CONFIG = "--config"
+# Options of Megatron-LM for what is always so here.
+NEEDLESS: Mapping[str, str] = {"moe_router_dtype": "routers compute in fp32, or in fp64 where the model does"}
+
 
 class ConfigParser(ToolParser):
     """Parser with `section.key=value` as positional arguments, which names the key that an unknown option is here."""
@@ -40,6 +44,10 @@ class ConfigParser(ToolParser):
     ) -> argparse.Namespace:
         """Parse options and overrides in any order; exit with code 2 and one message for all unknown options."""
         words = sys.argv[1:] if args is None else list(args)
+        if CONFIG in self._option_string_actions and not any(word.partition("=")[0] == CONFIG for word in words):
+            for word in words:
+                if word.endswith((".yaml", ".yml")) and "=" not in word:
+                    self.error(f"{word}: a configuration is given as {CONFIG} {word}")
         typed, unknown = self.parse_known_intermixed_args(words, namespace)
         following = dict(pairwise([*words, "-"]))
         if problems := [self._problem(word, following.get(word, "-")) for word in unknown if word.startswith("-")]:
@@ -52,6 +60,8 @@ class ConfigParser(ToolParser):
         """Return what to write in place of an unknown option, which the word `after` follows."""
         flag, equals, given = word.partition("=")
         section, _, name = flag.lstrip("-").rpartition(".")
+        if why := NEEDLESS.get(name.replace("-", "_")):
+            return f"{shorten(word)}: no option of this program; leave it out: {why}"
         value = value_of(name) or given or ("VALUE" if equals or after.startswith("-") or "=" in after else after)
         own, key = nearest(flag, self._option_string_actions, 0.88), nearest_key(section, name)
         if own or key:
@@ -83,9 +93,7 @@ def parse_args(argv: Sequence[str]) -> Arguments:
     Exits with code 2 on anything else.
     """
     parser = ConfigParser("pretrain_gpt.py", "Pretrain a GPT in any parallel layout.")
-    parser.add_argument(
-        "--config", type=Path, required=True, metavar="FILE", help="a YAML file, such as those in configs/"
-    )
+    parser.add_argument(CONFIG, type=Path, required=True, metavar="FILE", help="a YAML file, such as those in configs/")
     parser.add_argument("--check", action="store_true", help="report every problem of the configuration and stop")
     parser.add_argument(
         "--dry-run", action="store_true", help="simulate one training step without tensor values and stop"

@@ -7,6 +7,7 @@ that it reads, and none that is there already unless `--overwrite` is given.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import math
 import os
@@ -99,6 +100,19 @@ def real(least: float = 0.0, most: float = MAX_NUMBER) -> Callable[[str], float]
 
 
 positive = whole(1)
+
+
+@contextlib.contextmanager
+def naming_options(section: str = "data") -> Iterator[None]:
+    """Raise the UserError of the body with a tool's options in place of a section's keys, which have the same names."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(*(re.sub(rf"\b{section}\.(\w+)(=?)", _option, each) for each in error.problems)) from error
+
+
+def _option(key: re.Match[str]) -> str:
+    return f"--{key[1].replace('_', '-')}{' ' if key[2] else ''}"
 
 
 def add_overwrite(parser: argparse.ArgumentParser) -> None:

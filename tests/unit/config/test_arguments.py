@@ -68,3 +68,16 @@ def test_a_hint_has_a_word_in_common(name: str, tmp_path: Path) -> None:
 def test_long_words_are_short_in_the_message(capsys: pytest.CaptureFixture[str]) -> None:
     for word in (f"--{'x' * 100_000}", f"--world-size={'9' * 100_000}", f"--check={'x' * 100_000}"):
         assert len(refusal(capsys, word)) < 3000
+
+
+def test_a_file_without_its_option_is_told_the_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_args(["configs/quickstart.yaml", "--check"])
+    assert "configs/quickstart.yaml: a configuration is given as --config configs/quickstart.yaml" in (
+        capsys.readouterr().err
+    )
+
+
+def test_an_option_for_what_is_always_so_is_to_be_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    """It was taken for a misspelt moe_router_topk."""
+    assert "leave it out: routers compute in fp32" in refusal(capsys, "--moe-router-dtype", "fp32")

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron3d.runtime.arguments import ToolParser, positive, read_limited, real, whole
+from megatron3d.errors import UserError
+from megatron3d.runtime.arguments import ToolParser, naming_options, positive, read_limited, real, whole
 
 
 @pytest.mark.parametrize("text", ["", "²", "٣", "1.5", "1e3", "nan", "-", "1__0", "_1", " 1", "1" * 400, "-1", "1001"])
@@ -60,3 +61,9 @@ def test_a_high_limit_needs_no_memory(tmp_path: Path) -> None:
         assert tracemalloc.get_traced_memory()[1] < 2**22
     finally:
         tracemalloc.stop()
+
+
+def test_a_tool_names_its_options_and_not_the_keys_of_a_configuration() -> None:
+    said = "--tokenizer-model /nope: cannot read; set --tokenizer-type ByteTokenizer"
+    with pytest.raises(UserError, match=f"^{said}$"), naming_options():
+        raise UserError("data.tokenizer_model=/nope: cannot read; set data.tokenizer_type=ByteTokenizer")
