@@ -239,8 +239,15 @@ def _compare_logits(
     if wrong:
         raise LogitsDiffer(
             f"the converted model computes other logits; nothing was written: {'; '.join(map(str, wrong))}"
+            f"{_not_finite(weights, rounded)}"
         )
     return tuple(found)
+
+
+def _not_finite(weights: HubWeights, rounded: torch.dtype) -> str:
+    """Return the end of a message that names tensors with numbers which are not finite; empty where there are none."""
+    names = [each.name for each in weights.table if not weights.tensor(each.name).to(rounded).isfinite().all()]
+    return f"; numbers that are not finite in {rounded} are in {', '.join(names)}" if names else ""
 
 
 def _pieces(weights: HubWeights, dtype: torch.dtype | None) -> Iterator[Piece]:

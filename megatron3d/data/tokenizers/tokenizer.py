@@ -339,7 +339,7 @@ class CharTokenizer:
             character = error.args[0]
             raise UserError(
                 f"character {character!r} (U+{ord(character):04X}) is not among the {self.vocab_size} characters of "
-                f"{self._path}; make them again from all of the text with tools/train_tokenizer.py --type char"
+                f"{self._path}; leave it out, or make them of all of the text: tools/train_tokenizer.py --type char"
             ) from error
 
     def decode(self, ids: Sequence[int]) -> str:

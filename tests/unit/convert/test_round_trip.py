@@ -13,7 +13,7 @@ import torch
 import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron3d.checkpoint import store
@@ -184,8 +184,6 @@ def test_gpt2_without_biases_gets_zeros(tmp_path: Path) -> None:
 
 def test_names_without_the_models_prefix_are_read(tmp_path: Path) -> None:
     """The first GPT-2 files lack the prefix `transformer.`, and contain constants next to the weights."""
-    from safetensors.torch import save_file
-
     hub = write_hub(tmp_path / "hub", GPT2)
     tensors = {name.removeprefix("transformer."): value for name, value in hub_tensors(hub).items()}
     tensors["h.0.attn.bias"] = torch.ones(1, 1, 16, 16)
@@ -229,6 +227,18 @@ def test_one_wrong_tensor_is_detected(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(module.LogitsDiffer, match="computes other logits; nothing was written"):
         from_hub(ConversionRequest(write_hub(tmp_path / "hub", LLAMA), tmp_path / "run"))
     assert [path.name for path in tmp_path.iterdir()] == ["hub"]
+
+
+def test_a_tensor_that_is_not_finite_is_named(tmp_path: Path) -> None:
+    """Else the message speaks of two models, of which neither is wrong."""
+    from megatron3d.convert.conversion import LogitsDiffer
+
+    hub, name = write_hub(tmp_path / "hub", LLAMA), "model.layers.0.mlp.up_proj.weight"
+    tensors = load_file(hub / "model.safetensors")
+    tensors[name][0, 0] = float("nan")
+    save_file(tensors, hub / "model.safetensors", {"format": "pt"})
+    with pytest.raises(LogitsDiffer, match=f"numbers that are not finite in torch.float64 are in {name}$"):
+        from_hub(ConversionRequest(hub, tmp_path / "run"))
 
 
 def test_only_a_few_tensors_are_in_memory(tmp_path: Path) -> None:
