@@ -50,11 +50,6 @@ def test_the_layout_of_experts(
     [
         ([], 3, "expert_model_parallel_size=2: .*; use 1"),
         (
-            ["parallel.expert_model_parallel_size=1", "parallel.moe_token_dispatcher_type=alltoall"],
-            2,
-            "no token leaves",
-        ),
-        (
             ["parallel.moe_token_dispatcher_type=alltoall"],
             1,
             "expert_model_parallel_size=2: .* divide no axis .*; use 1",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from common.loopback import LoopbackComm
 from torch import Tensor
 
 from megatron3d.config.run_spec import RunSpec
@@ -13,7 +14,7 @@ from megatron3d.linear.main_grad import MainGrads, WgradSum
 from megatron3d.linear.matmul import Matmul
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Mesh
-from megatron3d.train.state import build_state, connect
+from megatron3d.train.state import build_state
 from tests.support.main_grad_buffer import Buffer
 from tests.support.shards import cut, normal, plan_comm
 from tests.support.turn_ranks import run_turns
@@ -67,8 +68,9 @@ def test_a_reduction_in_bf16_rounds_the_terms(num_gemms: int) -> None:
 def test_the_key_chooses_the_dtype_of_every_weight() -> None:
     for narrow, dtype in ((True, torch.bfloat16), (False, torch.float32)):
         model = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "seq_length": 8}
-        train = {"precision": "bf16", "tp_grad_reduce_in_bf16": narrow, "global_batch_size": 1}
-        spec = RunSpec(Config.model_validate({"model": model, "train": train}), 1, 61)
-        state = build_state(spec, connect(spec), torch.device("cpu"), initializes=False)
+        train = {"precision": "bf16", "tp_grad_reduce_in_bf16": narrow, "global_batch_size": 2, "micro_batch_size": 2}
+        parallel = {"tensor_parallel_mode": "2d", "tensor_model_parallel_size": 2}
+        spec = RunSpec(Config.model_validate({"model": model, "train": train, "parallel": parallel}), 2, 61)
+        state = build_state(spec, LoopbackComm(spec.mesh), torch.device("cpu"), initializes=False)
         grads = state.model.main_grads
         assert {grads.reduce_dtype(param, torch.bfloat16) for param in state.model.parameters()} == {dtype}
