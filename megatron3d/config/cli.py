@@ -44,7 +44,8 @@ class ConfigParser(ToolParser):
     ) -> argparse.Namespace:
         """Parse options and overrides in any order; exit with code 2 and one message for all unknown options."""
         words = sys.argv[1:] if args is None else list(args)
-        if CONFIG in self._option_string_actions and not any(word.partition("=")[0] == CONFIG for word in words):
+        needs_config = CONFIG in self._option_string_actions and self._option_string_actions[CONFIG].required
+        if needs_config and not any(word.partition("=")[0] == CONFIG for word in words):
             for word in words:
                 if word.endswith((".yaml", ".yml")) and "=" not in word:
                     self.error(f"{word}: a configuration is given as {CONFIG} {word}")

@@ -305,10 +305,15 @@ def listed_operations(step: StepSpec, modules: Iterable[str]) -> Iterator[Listed
             yield from located("", head_operations(local), local, False)
         for index in range(local.arch.mtp_num_layers if stage.has_head else 0):
             again, ahead = local.recompute.recomputes_ahead, local.layer_ahead
-            yield from located(f"mtp.{index}.", embedding_operations(local), local, False)
-            yield from located(f"mtp.{index}.", ahead_operations(local), local, again)
+            ends = {"embedding": embedding_operations(local), "head": head_operations(local)}
+            within = ("embedding_dropout", "final_norm")  # of them, in the module that is recomputed
+            first, last = ([each for each in ends[end] if each.name in within] for end in ends)
+            outside = [[each for each in ends[end] if each.name not in within] for end in ends]
+            yield from located(f"mtp.{index}.", outside[0], local, False)
+            yield from located(f"mtp.{index}.", [*first, *ahead_operations(local)], local, again)
             yield from located(f"mtp.{index}.layer.", layer_operations(ahead), ahead, again)
-            yield from located(f"mtp.{index}.", head_operations(local), local, again)
+            yield from located(f"mtp.{index}.", last, local, again)
+            yield from located(f"mtp.{index}.", outside[1], local, False)
 
 
 def problems(spec: RunSpec) -> list[str]:

@@ -331,6 +331,9 @@ def test_wandb_mode_of_the_environment_is_honoured(
     offline: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bug that this finds: the default, online, is passed on, and waits for a login in spite of WANDB_MODE."""
+    import wandb
+
+    wandb.teardown()  # a process reads the variable once, and tests before this one have started runs
     monkeypatch.setenv("WANDB_MODE", "offline")
     logging = offline.logging.model_copy(update={"wandb_mode": "online"})
     write(tmp_path, range(1, 2), offline.model_copy(update={"logging": logging}))
