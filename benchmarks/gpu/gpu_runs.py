@@ -60,15 +60,15 @@ def source_batches(num_steps: int, num_samples: int, length: int) -> Iterator[to
 
 # Cores for the processes of a layout; as many layouts run side by side as fit.
 CORES_OF_LAYOUT = 8
-# Layouts that ranks on one GPU are compared in: every mode and form, ZeRO stage and kind of schedule.
+# Layouts that ranks on one GPU are compared in: every ZeRO stage, kind of schedule, mode and form.
 PIPELINE, DOUBLED = "llama-70b", "parallel.virtual_pipeline_model_parallel_size=2"
-FORMS = ("1d", "1d-sp", "2d", "2d-weight-stationary", "2.5d", "2.5d-weight-stationary", "3d", "3d-tokens")
+FORMS = ("grid", "grid-scatter", "1d", "1d-sp", "2d", "2d-weight-stationary", "2.5d", "2.5d-weight-stationary")
 LAYOUTS: Mapping[str, tuple[str, int, tuple[str, ...]]] = {
-    **{name: (f"modes/{name}", 8, ()) for name in (*FORMS, "grid", "grid-scatter")},
     **{f"ZeRO {stage}": ("llama-1b", 8, (f"parallel.zero_stage={stage}",)) for stage in range(4)},
     "1f1b": (PIPELINE, 512, ("parallel.pipeline_schedule=1f1b", "parallel.virtual_pipeline_model_parallel_size=null")),
     "interleaved": (PIPELINE, 512, ()),
     "zb-v": (PIPELINE, 512, ("parallel.pipeline_schedule=zb-v", DOUBLED)),
+    **{name: (f"modes/{name}", 8, ()) for name in (*FORMS, "3d", "3d-tokens")},
 }
 
 
