@@ -242,6 +242,16 @@ class StopSignal:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, watched)
         return self
 
+    def is_requested(self) -> bool:
+        """Return whether a stop was requested; to be asked before each step, since it also takes the signals again.
+
+        LLVM, by which Triton compiles, takes SIGUSR1 to itself for the first kernel of a process, and drops it.
+        """
+        if self.requested is None:
+            for number in self._previous:
+                signal.signal(number, self._record)
+        return self.requested is not None
+
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             if self.requested is None:

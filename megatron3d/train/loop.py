@@ -91,7 +91,7 @@ def _train(run: Run, stop: StopSignal, stop_file: StopFile, collector: ManualGc)
         with run.timers.observe(BATCH):
             microbatches = run.train_data.step(state.consumed_samples)
         lr = learning_rate(run.config.optimizer, state.iteration + 1, config.train_iters)
-        stop_requested = stop.requested is not None or limits.is_time_up or stop_file.is_found
+        stop_requested = stop.is_requested() or limits.is_time_up or stop_file.is_found
         with oom_report(job):
             settings, observer = run.step_settings(batch), monitor.begin_step()
             is_logged = limits.is_last(state.iteration + 1) or is_due(

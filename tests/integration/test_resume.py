@@ -148,6 +148,20 @@ def test_a_signal_saves_and_the_next_run_continues(
     assert_same_run(tmp_path / "run", whole)
 
 
+def test_a_signal_stops_a_run_in_which_a_library_took_it(config: Path, tmp_path: Path) -> None:
+    """As the compiler of the first step does on a GPU (`test_process.py`)."""
+
+    def take_then_send(iteration: int) -> None:
+        if iteration == 1:
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        if iteration == 2:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        after_each_step(patch, take_then_send)
+        assert run(config, *in_run(f"{tmp_path}/run")).code == ExitCode.STOPPED
+
+
 @pytest.mark.parametrize("kind", ["file", "folder", "full folder"])
 def test_a_stop_file_or_folder_saves(config: Path, tmp_path: Path, kind: str) -> None:
     settings, stop = [*in_run(f"{tmp_path}/run"), *FP64], tmp_path / "run" / "stop"

@@ -19,6 +19,7 @@ from megatron3d.runtime import process
 from megatron3d.runtime.launcher_env import LauncherEnv
 from megatron3d.runtime.program import StartupPhases, StopSignal
 from tests.support.processes import start
+from tests.support.triton_process import needs_triton
 
 LAUNCHER_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_PROCID"),
@@ -102,6 +103,27 @@ def test_signals_that_the_parent_blocked_stop_a_run() -> None:
             assert stop.requested == "SIGUSR1"
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@needs_triton
+def test_a_signal_that_a_compiler_took_stops_a_run(tmp_path: Path) -> None:
+    """LLVM handles SIGUSR1 in a process that has compiled a Triton kernel, and drops it."""
+    (rank,) = _launch(
+        f"""
+        import os, signal
+        os.environ["TRITON_CACHE_DIR"] = {str(tmp_path / "cache")!r}
+        from tests.support.fused_adamw import compiled
+        with StopSignal() as stop:
+            compiled()
+            os.kill(os.getpid(), signal.SIGUSR1)
+            print(stop.is_requested())
+            os.kill(os.getpid(), signal.SIGUSR1)
+            print(stop.is_requested())
+        """,
+        tmp_path,
+        world_size=1,
+    )
+    assert (rank.stdout, rank.stderr) == ("False\nTrue\n", "")
 
 
 def test_signals_after_a_stop_do_not_change_the_exit_code(tmp_path: Path) -> None:
