@@ -17,7 +17,9 @@ from common.report import ROOT
 
 from megatron3d.config.read import read_config
 from megatron3d.config.run_spec import RunSpec
+from megatron3d.forecast.memory.rank import predict_memory
 from megatron3d.forecast.time.step import as_configured, load_machine, predict_time
+from megatron3d.model.local_sizes import KERNELS
 
 PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "README.md", ROOT / "docs" / "gpu.md")
 Row = Mapping[str, Any]
@@ -194,12 +196,13 @@ def measured_on_h100() -> Iterator[Row]:
             yield row
 
 
-def predicted_step_s(preset: str) -> float:
-    """Return the predicted seconds of a preset's step of two microbatches on one H100, which gpu_day.py measures."""
+def predicted_on_h100(preset: str) -> tuple[float, float]:
+    """Return the predicted seconds and GiB of a preset's step of two microbatches, which gpu_day.py measures."""
     config = read_config(ROOT / "configs" / f"{preset}.yaml").config
     assert config.model.vocab_size is not None, f"{preset} names its vocabulary"
     spec = RunSpec(config, 1, config.model.vocab_size).with_microbatches(2)
-    return predict_time(spec, as_configured(load_machine("eos", config.train.precision, 1), spec)).step_s
+    machine = as_configured(load_machine("eos", config.train.precision, 1), spec)
+    return predict_time(spec, machine).step_s, predict_memory(spec, KERNELS["gpu"]).total / 2**30
 
 
 def h100() -> str:
@@ -207,14 +210,15 @@ def h100() -> str:
 
     def rows() -> Iterator[Sequence[str]]:
         for row in measured_on_h100():
-            step_ms = 1e3 * predicted_step_s(row["preset"])
+            step_s, gib = predicted_on_h100(row["preset"])
+            step_ms = 1e3 * step_s
             mfu = [100 * row["mfu"] * row["step_ms"] / each for each in (row["step_ms"], step_ms)]
             yield (
                 f"`{row['preset'].removeprefix('gpus/')}`",
                 f"{row['step_ms']:.1f} ({step_ms:.1f})",
                 f"{row['enqueue_ms']:.0f}",
                 f"{mfu[0]:.1f} ({mfu[1]:.1f})",
-                f"{row['peak_gib']:.1f} ({row['predicted_gib']:.1f})",
+                f"{row['peak_gib']:.1f} ({gib:.1f})",
             )
 
     columns = ("step, ms (predicted)", "host, ms", "MFU, % (predicted)", "memory, GiB (predicted)")

@@ -64,6 +64,7 @@ class Rank(NamedTuple):
 
 
 IN_3D = (
+    "train.micro_batch_size=2",
     "parallel.tensor_model_parallel_size=8",
     "parallel.sequence_parallel=false",
     "parallel.tensor_parallel_mode=3d",
@@ -152,7 +153,8 @@ def switches(place: Place) -> Iterator[Row]:
 
 def _attention_kernels(place: Place) -> Row:
     """Compare steps with and without the cuDNN kernel of attention."""
-    steps, flags = steps_of(place, "124m"), torch.backends.cuda
+    # A compiled step keeps the kernel that it was compiled with.
+    steps, flags = steps_of(place, "124m", "train.compile=false"), torch.backends.cuda
 
     def with_cudnn(enabled: bool) -> None:
         flags.enable_cudnn_sdp(enabled)

@@ -23,6 +23,8 @@ from gpu.gpu_program import SMALL
 from megatron3d.comm.interface import Comm
 from megatron3d.config.read import read_config
 from megatron3d.config.run_spec import RunSpec
+from megatron3d.config.validate.facts import Facts
+from megatron3d.config.validate.rules import layout_problems
 from megatron3d.forecast.memory.rank import predict_memory
 from megatron3d.hardware.devices import device_peak
 from megatron3d.metrics.step_record import peak_memory_bytes
@@ -104,10 +106,14 @@ class Steps:
     Args:
         comm: default: a communicator of the rank with itself.
         has_initial_values: the weights are those of a run; otherwise random numbers, which are drawn faster.
+
+    Raises ValueError where no run has such a layout.
     """
 
     def __init__(self, place: Place, spec: RunSpec, comm: Comm | None = None, has_initial_values: bool = False) -> None:
         self.place, self.spec = place, spec
+        if problems := [*layout_problems(Facts(spec.config, spec.world_size, spec.vocab_size))]:
+            raise ValueError("; ".join(problems))
         comm = comm or LoopbackComm(spec.mesh)
         self.state: TrainState = build_state(spec, comm, place.device, initializes=has_initial_values)
         if not has_initial_values:

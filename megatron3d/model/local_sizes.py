@@ -133,6 +133,7 @@ class LocalSizes:
         layer: layer that kinds of layers are taken from; `documents`: where documents begin in typical sequences.
         expert_load: rows of this rank's experts, in multiples of those of a balanced load.
         loss_chunk: largest chunk of tokens whose logits exist at a time.
+        is_compiled: the compiler makes one kernel of the operations between linears.
     """
 
     arch: Architecture
@@ -150,6 +151,7 @@ class LocalSizes:
     documents: tuple[tuple[int, ...], ...] | None = None
     expert_load: float = 1.0
     loss_chunk: LossChunk = CPU_LOSS_CHUNK
+    is_compiled: bool = False
 
     @cached_property
     def listed(self) -> dict[str, Any]:

@@ -314,11 +314,12 @@ def activation(local: LocalSizes, site: str, x: Stored, numel: int) -> Operation
     unit = numel * local.itemsize
     y = Stored(site, "output", unit)
     known = {"input": x, "output": y}
+    saved = [known.get(what, Stored(site, what, unit)) for what in _ACTIVATIONS[local.arch.activation]]
     return Operation(
         name=site,
         reads=(x,),
         writes=(y,),
-        saves=[known.get(what, Stored(site, what, unit)) for what in _ACTIVATIONS[local.arch.activation]],
+        saves=[x] if local.is_compiled and len(saved) > 1 else saved,  # one kernel, which finds them again in backward
         module=MLP_ACT,
         kernels=(MemoryKernel("activation", numel * (1.5 if local.is_gated else 1)),),
     )

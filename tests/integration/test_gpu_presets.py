@@ -23,7 +23,7 @@ from tools.plan import layout_of
 FOLDER = Path(__file__).parents[2] / "configs" / "gpus"
 PRESETS = sorted(FOLDER.glob("*.yaml"))
 CLUSTERS: Mapping[str, str] = {"h100": "eos", "h200": "dgx_h200"}
-# Predicted bytes have not been compared with a GPU yet.
+# The rest is for what is not predicted: fragments, and CUDA's own memory where it differs.
 ROOM = 0.95
 
 
@@ -42,7 +42,7 @@ def test_a_preset_fits(path: Path) -> None:
     comment = " ".join(line[2:] for line in path.read_text().splitlines() if line.startswith("# "))
     told = re.search(r"are (\d+) of \d+ GiB and (\d+) % MFU", comment)
     assert told is not None
-    assert float(told[1]) == pytest.approx(plan.total_bytes / 2**30, abs=3)
+    assert float(told[1]) == pytest.approx(plan.total_bytes / 2**30, abs=1)
     assert float(told[2]) == pytest.approx(100 * here.mfu(plan), abs=2)
 
 
@@ -55,14 +55,18 @@ def test_the_planner_finds_nothing_much_faster(path: Path) -> None:
 
 
 def test_why_the_8b_on_eight_h100_has_zero_3() -> None:
-    """The preset's comment: ZeRO 1 does not fit without tensor parallelism, and with it is slower."""
+    """The preset's comment: ZeRO 1 fits only with tensor parallelism and is slower, ZeRO 2 fits barely."""
     here, config = problem(FOLDER / "llama-8b-8xh100.yaml")
-    changes = ({"zero_stage": 1}, {"zero_stage": 1, "tensor_model_parallel_size": 2, "sequence_parallel": True})
+    in_two = {"zero_stage": 1, "tensor_model_parallel_size": 2, "sequence_parallel": True}
+    changes = ({"zero_stage": 1}, in_two, {"zero_stage": 2})
     layouts = [config.model_copy(update={"parallel": config.parallel.model_copy(update=each)}) for each in changes]
-    alone, shared = (here.predicted(layout_of(each), each) for each in layouts)
+    alone, shared, larger = (here.predicted(layout_of(each), each) for each in layouts)
     assert alone.total_bytes / 2**30 == pytest.approx(95, abs=2) and alone.total_bytes > here.memory_bytes
     assert shared.total_bytes < here.memory_bytes
-    assert shared.step.step_s > 1.02 * here.predicted(layout_of(config), config).step.step_s
+    step_s = here.predicted(layout_of(config), config).step.step_s
+    assert shared.step.step_s == pytest.approx(1.04 * step_s, rel=0.005)
+    assert larger.step.step_s == pytest.approx(0.99 * step_s, rel=0.005)
+    assert larger.total_bytes / 2**30 == pytest.approx(73, abs=1)
 
 
 @pytest.mark.slow

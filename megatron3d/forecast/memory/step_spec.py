@@ -124,6 +124,7 @@ def local_sizes(spec: RunSpec, kernels: KernelMemory) -> LocalSizes:
         narrow_wgrad=spec.narrow_wgrad,
         documents=typical_documents(spec),
         loss_chunk=spec.loss_chunk(kernels.on_gpu),
+        is_compiled=spec.compiles(kernels.on_gpu),
     )
     return replace(local, expert_load=expected_load(local, spec.config.parallel.expert_load_imbalance))
 
