@@ -327,9 +327,9 @@ MUTATIONS = [
         "weights of choices are waited for behind the tokens, which nothing hides then",
         "experts/dispatch.py",
         """        self._weights_MK = gather_rows(routes.weights_MK, axes, comm)
-        self._tokens: Callable[[], Tensor] = start(x_MH, gathering(axes, comm)) if axes else lambda: x_MH
+        self._tokens: list[Callable[[], Tensor]] = [start(x_MH, gathering(axes, comm)) if axes else lambda: x_MH]
 """,
-        """        self._tokens: Callable[[], Tensor] = start(x_MH, gathering(axes, comm)) if axes else lambda: x_MH
+        """        self._tokens: list[Callable[[], Tensor]] = [start(x_MH, gathering(axes, comm)) if axes else lambda: x_MH]
         self._weights_MK = gather_rows(routes.weights_MK, axes, comm)
 """,
         EXPERT_EXCHANGE,

@@ -249,7 +249,7 @@ class Layer(nn.Module):
         y_MH = self.attention_output_norm(self.attention(normed_MH, at))
         sum_MH = x_MH.add(self.attention_dropout(y_MH, at), alpha=self.residual_scale)
         input_MH = (x_MH, normed_MH, sum_MH)[self.mlp_input]
-        del normed_MH  # its memory, where the MLP reads another input
+        del y_MH, normed_MH  # their memory, where the MLP reads another input
         y_MH = self.mlp_output_norm(self.mlp(self.post_attention_norm(input_MH), at))
         z_MH: Tensor = sum_MH.add(self.mlp_dropout(y_MH, at), alpha=self.residual_scale)
         return z_MH
