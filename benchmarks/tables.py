@@ -188,11 +188,11 @@ def tokens() -> str:
     return table(("what", "baseline", "baseline, ours", "speed-up"), 2, rows())
 
 
-def measured_on_h100() -> Iterator[Row]:
-    """Yield the rows of gpu_day.py of shipped presets."""
+def measured_on_h100(what: str) -> Iterator[Row]:
+    """Yield the rows of gpu_day.py that have a key: of shipped presets or of single ranks."""
     for line in (ROOT / "benchmarks" / "results" / "h100.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
-        if "preset" in row:
+        if what in row:
             yield row
 
 
@@ -209,7 +209,7 @@ def h100() -> str:
     """Return step time, MFU and memory of presets on one H100, measured and predicted."""
 
     def rows() -> Iterator[Sequence[str]]:
-        for row in measured_on_h100():
+        for row in measured_on_h100("preset"):
             step_s, gib = predicted_on_h100(row["preset"])
             step_ms = 1e3 * step_s
             mfu = [100 * row["mfu"] * row["step_ms"] / each for each in (row["step_ms"], step_ms)]

@@ -175,11 +175,32 @@ MUTATIONS = [
         ("tests/unit/forecast/time/test_fitted_terms.py",),
     ),
     Mutation(
-        "layouts are refused for memory that counts their transfers twice",
+        "memory that counts transfers between stages twice",
         "forecast/memory/rank.py",
-        "_with_peak(max(_held_over_time(self._step, computations)), 0)",
-        "_with_peak(sum(peak_activations(self._step)), peak_activations(self._step)[1])",
+        "buffers=shards + sum(",
+        "buffers=2 * shards + sum(",
         ("tests/unit/forecast/memory/test_pipeline_ranks.py",),
+    ),
+    Mutation(
+        "gradients that arrive in one action are forgotten in the next one",
+        "forecast/memory/sweep.py",
+        "state.live, [*state.missing], 0, 0",
+        "state.live, state.missing, 0, 0",
+        ("tests/integration/test_peaks.py",),
+    ),
+    Mutation(
+        "the reduction of a dW is over at once",
+        "forecast/memory/sweep.py",
+        "yield Event(event.name, now, 0, size, grads)",
+        "yield Event(event.name, now, 0, now, next_grads)",
+        ("tests/integration/test_peaks.py",),
+    ),
+    Mutation(
+        "what a recomputed module bears again never dies",
+        "forecast/memory/sweep.py",
+        "total_bytes(mine.values()) - late",
+        "total_bytes(kept) - late",
+        ("tests/integration/test_peaks.py",),
     ),
     Mutation(
         "bounds of layouts that count a forward twice",
@@ -327,9 +348,9 @@ MUTATIONS = [
         "weights of choices are waited for behind the tokens, which nothing hides then",
         "experts/dispatch.py",
         """        self._weights_MK = gather_rows(routes.weights_MK, axes, comm)
-        self._tokens: list[Callable[[], Tensor]] = [start(x_MH, gathering(axes, comm)) if axes else lambda: x_MH]
+        self._tokens = Pending(start(x_MH, gathering(axes, comm))) if axes else completed(x_MH)
 """,
-        """        self._tokens: list[Callable[[], Tensor]] = [start(x_MH, gathering(axes, comm)) if axes else lambda: x_MH]
+        """        self._tokens = Pending(start(x_MH, gathering(axes, comm))) if axes else completed(x_MH)
         self._weights_MK = gather_rows(routes.weights_MK, axes, comm)
 """,
         EXPERT_EXCHANGE,

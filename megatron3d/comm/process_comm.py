@@ -213,13 +213,21 @@ class ProcessComm:
         return tuple(self._groups)
 
     def _pending(
-        self, work: dist.Work | Works | None, x: Tensor, axes: Axes, result: Callable[[Tensor], Tensor] = lambda x: x
+        self,
+        work: dist.Work | Works | None,
+        x: Tensor,
+        axes: Axes,
+        result: Callable[[Tensor], Tensor] = lambda x: x,
+        sent: Tensor | None = None,
     ) -> Pending:
-        """Return a `Pending` of `result(x)` once `work` is done."""
+        """Return a `Pending` of `result(x)` once `work` is done; until then it keeps what is sent alive.
+
+        gloo and NCCL do so themselves, but not the process group of dry runs.
+        """
         assert work is not None, "this rank is not in its own group"
         started = self.log.last
 
-        def finish() -> Tensor:
+        def finish(sent: Tensor | None = sent) -> Tensor:
             self.log.wait(started)
             with self._wait_hook(self._live(axes)):
                 work.wait()
@@ -264,7 +272,7 @@ class ProcessComm:
         out = x.new_empty((ranks * x.shape[0], *x.shape[1:]))
         work = _all_gather(out, x, group=group, async_op=True)
         order = self._order(axes)
-        return self._pending(work, out, axes, lambda out: joined(out, ranks, order, dim))
+        return self._pending(work, out, axes, lambda out: joined(out, ranks, order, dim), sent=x)
 
     def all_gather_into(self, whole: Tensor, axes: Axes) -> Pending:
         group, ranks = self._group(axes, "all_gather")
@@ -284,9 +292,9 @@ class ProcessComm:
         if dist.get_backend(group) == CPU_BACKEND:  # gloo's reduce-scatter is an all-reduce, with twice the bytes
             shards = torch.empty_like(x)
             work = dist.all_to_all_single(shards, x, group=group, async_op=True)
-            return self._pending(work, shards, axes, lambda shards: shards.unflatten(0, (ranks, -1)).sum(0))
+            return self._pending(work, shards, axes, lambda shards: shards.unflatten(0, (ranks, -1)).sum(0), sent=x)
         out = x.new_empty((x.shape[0] // ranks, *x.shape[1:]))
-        return self._pending(_reduce_scatter(out, x, group=group, async_op=True), out, axes)
+        return self._pending(_reduce_scatter(out, x, group=group, async_op=True), out, axes, sent=x)
 
     def all_reduce(self, x: Tensor, axes: Axes, op: str = "sum") -> Pending:
         if parts := self._parts(axes):
@@ -305,7 +313,7 @@ class ProcessComm:
         order = self._order(axes)
         x = x.contiguous() if order is None else _in_order(x, [order.index(place) for place in range(ranks)])
         work = dist.all_to_all_single(out := torch.empty_like(x), x, group=group, async_op=True)
-        return self._pending(work, out, axes, lambda out: out if order is None else _in_order(out, order))
+        return self._pending(work, out, axes, lambda out: out if order is None else _in_order(out, order), sent=x)
 
     def all_to_all_rows(self, x: Tensor, sent: Counts, received: Counts, axes: Axes) -> Pending:
         group, ranks = self._group(axes, "all_to_all")
@@ -315,7 +323,7 @@ class ProcessComm:
         assert self._order(axes) is None, f"{axes} are not in the mesh's order"
         x, out = x.contiguous(), x.new_empty((sum(received), *x.shape[1:]))
         work = dist.all_to_all_single(out, x, list(received), list(sent), group=group, async_op=True)
-        return self._pending(work, out, axes)
+        return self._pending(work, out, axes, sent=x)
 
     def shift(self, x: Tensor, out: Tensor, axes: Axes, by: int) -> Pending:
         group, ranks = self._group(axes, "shift")
@@ -325,7 +333,7 @@ class ProcessComm:
             return completed(out.copy_(x))
         send = dist.P2POp(dist.isend, x, members[(mine + by) % ranks], group)
         receive = dist.P2POp(dist.irecv, out, members[(mine - by) % ranks], group)
-        return self._pending(Works(dist.batch_isend_irecv([send, receive])), out, axes)
+        return self._pending(Works(dist.batch_isend_irecv([send, receive])), out, axes, sent=x)
 
     def all_gather_matmul(self, a_MK: Tensor, b_NK: Tensor, axes: Axes, put: PutProduct) -> GatheredProduct:
         if shared := self._symmetric(a_MK.device, axes, "all_gather_matmul"):

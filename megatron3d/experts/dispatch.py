@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megatron3d.comm.interface import Comm, Counts, Pending
+from megatron3d.comm.interface import Comm, Counts, Pending, completed
 from megatron3d.experts.plan import balanced, balanced_rows
 from megatron3d.experts.router import Routes
 from megatron3d.experts.rows import (
@@ -159,14 +159,13 @@ class GatheredTokens:
         self._counts = once(lambda: RowCounts(self._order.counts_E, even))
         # Collectives of one group run in the order of their calls: what is waited for at once goes before the tokens.
         self._weights_MK = gather_rows(routes.weights_MK, axes, comm)
-        self._tokens: list[Callable[[], Tensor]] = [start(x_MH, gathering(axes, comm)) if axes else lambda: x_MH]
+        self._tokens = Pending(start(x_MH, gathering(axes, comm))) if axes else completed(x_MH)
 
     def rows(self) -> tuple[Tensor, Tensor, Groups]:
         counts = self._counts.on_host
         weights_R = take_weights(self._weights_MK, self._order, sum(counts))
         groups = groups_of(counts, self._order.counts_E)
-        x_MH = self._tokens.pop()()  # which nothing keeps during the linears of the experts
-        return take_tokens(x_MH, self._order, sum(counts)), weights_R, groups
+        return take_tokens(self._tokens.wait(), self._order, sum(counts)), weights_R, groups
 
     def combine(self, y_RH: Tensor) -> Tensor:
         return reduce_rows(add_rows(y_RH, self._order), self._axes, self._comm)

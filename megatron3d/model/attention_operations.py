@@ -232,7 +232,7 @@ def _core(local: LocalSizes, heads: Heads) -> Operation:
     flops = 4 * kv * local.scores(backward=False)
     # Recomputation stops before the last GEMM, whose operands are saved.
     is_whole = local.drops_whole_keys and arch.seq_length <= DROPOUT_ROWS
-    peaks = {f"backward of {CORE}": _attention_backward(local) + local.residual, **_dropout_peak(local)}
+    peaks = {f"backward of {CORE}": _attention_backward(local) + local.residual}
     return Operation(
         name=CORE,
         reads=tuple(heads.values()),
@@ -245,6 +245,7 @@ def _core(local: LocalSizes, heads: Heads) -> Operation:
         flops_in_module=flops // 2 if is_whole and (arch.is_latent or not arch.attention_output_gate) else None,
         backward_flops=8 * kv * local.scores(backward=True),
         peaks=peaks,
+        forward_peaks=_dropout_peak(local),
     )
 
 
@@ -393,7 +394,8 @@ def _gathered_peak(local: LocalSizes, starts: Starts) -> int:
         (w + local.narrow) * (q + kv),
         e * (q + 2 * kv + kv // ranks),
     ]
-    before, whole = e * (count - 1) * (q + kv // ranks), e * count * (q + kv // ranks)
+    # Of parts before, gradients of whole sequences' keys are in flight.
+    before, whole = e * (count - 1) * (q + kv + kv // ranks), e * count * (q + kv // ranks)
     return max(before + max(moments), (1 + (count > 1)) * whole)
 
 
@@ -404,7 +406,8 @@ def _heads(local: LocalSizes, starts: Starts) -> int:
     in_part = q * e + max(_ring_moment(local, starts, part), 3 * e * (q + kv))
     copies = key_copies(local.exchange.num_groups, local.mesh.size(head_axes(local.mode.exchange, local.mode.context)))
     summed = round(2 * local.exchange.keys) if copies > 1 else 0
-    return e * max((part.num_parts - 1) * (q + kv) + in_part // e, 2 * part.num_parts * (q + kv) + summed)
+    before = 2 * (part.num_parts - 1) * (q + kv)  # sent and received
+    return e * max(before + in_part // e, 2 * part.num_parts * (q + kv) + summed)
 
 
 def _part(local: LocalSizes) -> _Part:

@@ -67,7 +67,7 @@ def expert_operations(local: LocalSizes, experts: Experts, x: Stored) -> list[Op
         saves=(fc1.output, Stored(ACTIVATION, "weights of rows", rows * local.wide)),
         module=MLP_ACT,
         kernels=(MemoryKernel("activation", rows * ffn * (1.5 if local.is_gated else 1)),),
-        peaks=_gradients(local, ACTIVATION, (5 if local.is_gated else 3) * rows * ffn),
+        peaks=_gradients(local, ACTIVATION, (6 if local.is_gated else 3) * rows * ffn),
     )
     # The biases of rows that have their weights are saved; all ranks but the first of those that split experts add 0.
     adds_zeros = local.arch.has_mlp_bias and any(local.mesh.coord(axis) for axis in local.mode.etensor)
@@ -111,8 +111,13 @@ def _padded_rows(local: LocalSizes, experts: Experts) -> int:
 
 
 def _gradients(local: LocalSizes, site: str, elements: int) -> dict[str, int]:
-    """Return the peak of a backward of experts: gradients of rows, and copies in another order."""
-    return {f"backward of {site}": elements * local.itemsize + local.residual}
+    """Return the peak of a backward of experts: gradients of rows, and copies in another order.
+
+    Gradients of the output of gated shared experts, and of their gate's input, wait meanwhile.
+    """
+    experts = local.arch.experts
+    waiting = 2 * local.home_tokens * local.arch.hidden_size * (experts is not None and experts.has_shared_gate)
+    return {f"backward of {site}": (elements + waiting) * local.itemsize + local.residual}
 
 
 def _back_to_residual(local: LocalSizes) -> Iterator[Traffic]:
@@ -278,7 +283,8 @@ def _combine(local: LocalSizes, experts: Experts) -> Operation:
     return Operation(
         name=COMBINE,
         saves=(_order(local, experts),),
-        peaks=_gradients(local, COMBINE, grads) | {"sum of experts' outputs": _combination_peak(local, experts, False)},
+        peaks=_gradients(local, COMBINE, grads),
+        forward_peaks={"sum of experts' outputs": _combination_peak(local, experts, False)},
         peaks_again={"sum of experts' outputs": _combination_peak(local, experts, True)},
     )
 
@@ -293,7 +299,8 @@ def _shared_gate(local: LocalSizes, x: Stored, spread: list[Traffic], collect: l
 
 
 def _combination_peak(local: LocalSizes, experts: Experts, is_again: bool) -> int:
-    """Return the transient bytes of the forward's end: the layer's input, the sum of rows, these, and before a return.
+    """Return the transient bytes of the forward's end: the layer's input, the output of shared experts, the sum of
+    rows, these, and those of the experts, which are sent in another order.
 
     A forward that is recomputed follows the all-gather of its output's gradient.
     """
@@ -302,7 +309,10 @@ def _combination_peak(local: LocalSizes, experts: Experts, is_again: bool) -> in
     row = local.arch.hidden_size * local.itemsize
     padded = _padded_rows(local, experts)
     without_zeros = padded and (again + padded + local.expert_rows) * row
-    return local.residual + max(_sum_bytes(local, experts) + rows * row, without_zeros)
+    are_sorted = experts.num_experts > local.mesh.size(local.mode.experts)
+    returned = _exchanges(local) * (rows + are_sorted * local.expert_rows) * row
+    shared = local.home_tokens * row * bool(experts.shared_ffn_hidden_size)
+    return local.residual + shared + max(_sum_bytes(local, experts) + rows * row, returned, without_zeros)
 
 
 def rows_combined(local: LocalSizes, experts: Experts) -> int:
@@ -358,11 +368,13 @@ def _tokens_summed(local: LocalSizes) -> int:
     return local.gathered_tokens * (local.mesh.size(local.mode.experts) if _gathers(local) else 1)
 
 
-# Indices of a row that the sum of rows reads: its place by token, its token, and where the sum's kernel writes that.
+# Indices of a row that the sum of rows reads: its place by token, its token, and where the sum's kernel writes that;
+# and those of a token: where its rows begin, and the kernel's numbers of rows and places of the largest.
 _SUM_INDICES = 3
 
 
 def _sum_bytes(local: LocalSizes, experts: Experts) -> int:
     """Return the bytes of the sum of rows, and of the indices of its kernel."""
-    indices = _SUM_INDICES * rows_combined(local, experts) * INDEX
-    return _tokens_summed(local) * local.arch.hidden_size * local.itemsize + indices
+    tokens = _tokens_summed(local)
+    indices = _SUM_INDICES * (rows_combined(local, experts) + tokens) * INDEX
+    return tokens * local.arch.hidden_size * local.itemsize + indices

@@ -292,6 +292,11 @@ class LocalSizes:
         return self.itemsize if self.itemsize < self.wide else 0
 
     @property
+    def adds_dw(self) -> bool:
+        """Whether dW of a GEMM is computed apart and then added to main_grad."""
+        return self.kernels.adds_dw and self.itemsize < 8
+
+    @property
     def wgrad_itemsize(self) -> int:
         """Bytes of an element of a dW that axes reduce."""
         return self.itemsize if self.narrow_wgrad else self.wide

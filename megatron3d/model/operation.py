@@ -16,6 +16,7 @@ from typing import NamedTuple
 from megatron3d.model.linear_spec import FC1, FC2, KV_UP, Q_UP, linear_size
 from megatron3d.model.local_sizes import LocalMatmul, LocalSizes
 from megatron3d.model.spec import MLA_UP_PROJ, MLP_ACT
+from megatron3d.model.workspaces import linear_backward, linear_forward, linear_wgrad, reduced_later
 from megatron3d.parallel.matmul_plan import Traffic, ring
 from megatron3d.parallel.mesh import Axes
 
@@ -98,7 +99,10 @@ class Operation:
         hidden, hidden_back: those of both that run next to the operations `behind`; `hides_if`: their name among the
             collectives that a framework may leave exposed.
         busiest: bytes that the busiest rank sends, in multiples of this rank's.
-        peaks: bytes that backward holds beyond what is kept, by name; `peaks_again`: where its layer is recomputed.
+        peaks: bytes that backward has for a moment beyond what is kept, by name; `forward_peaks`: forward;
+            `peaks_again`: forward in the recomputation of its layer, if it differs; `wgrad_peak`: a deferred wgrad;
+            `dgrad_peak`: backward without it.
+        reduced_later: bytes of its dW whose reduction is in flight until the next linear has its dW.
     """
 
     name: str
@@ -129,7 +133,11 @@ class Operation:
     hides_if: str | None = None
     busiest: float = 1.0
     peaks: Mapping[str, int] = field(default_factory=dict)
+    forward_peaks: Mapping[str, int] = field(default_factory=dict)
     peaks_again: Mapping[str, int] = field(default_factory=dict)
+    wgrad_peak: int = 0
+    dgrad_peak: int = 0
+    reduced_later: int = 0
 
     @property
     def output(self) -> Stored:
@@ -193,6 +201,11 @@ def linear(local: LocalSizes, path: str, x: Stored, num_bytes: int, matmul: Loca
         has_bias=linear_size(local.arch, path).has_bias,
         flops=flops,
         backward_flops=2 * flops,
+        peaks={f"backward of {path}": linear_backward(local, path, matmul) + local.residual},
+        dgrad_peak=linear_backward(local, path, matmul, has_wgrad=False) + local.residual,
+        wgrad_peak=linear_wgrad(local, matmul),
+        reduced_later=reduced_later(local, matmul),
+        forward_peaks={f"forward of {path}": linear_forward(local, path, matmul) + local.residual},
     )
 
 
@@ -284,7 +297,7 @@ def dropout(local: LocalSizes, site: str) -> Iterator[Operation]:
             writes=(Stored(site, "output", local.residual),),
             saves=(Stored(site, "mask", numel),),
             kernels=(MemoryKernel("dropout", numel),),
-            peaks={"hash of a dropout mask": hash_bytes(numel)},
+            forward_peaks={"hash of a dropout mask": hash_bytes(numel) + local.residual},
         )
 
 

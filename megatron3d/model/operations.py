@@ -28,6 +28,7 @@ from megatron3d.model.operation import (
     stream_norm,
 )
 from megatron3d.model.spec import rotaries
+from megatron3d.model.workspaces import embedding_backward, embedding_forward, head_forward
 from megatron3d.ops.plan import relayout_traffic
 from megatron3d.parallel.matmul_plan import Traffic, flows, ring
 
@@ -86,6 +87,8 @@ def embedding_operations(local: LocalSizes) -> list[Operation]:
         moves=(_embedding_bytes(local, rows),),
         sent=(*sent.gather_w, *sent.reduce_y),
         sent_back=(*sent.gather_dy, *sent.reduce_dw),
+        peaks={"backward of the embedding": embedding_backward(local)},
+        forward_peaks={"embedding": embedding_forward(local)},
     )
     return [table, *dropout(local, "embedding_dropout")]
 
@@ -128,6 +131,7 @@ def head_operations(local: LocalSizes) -> list[Operation]:
         flops=flops,
         backward_flops=2 * flops,
         sent=sent,
+        forward_peaks=head_forward(local),
     )
     loss = Operation(
         name="head.loss",

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -121,13 +122,12 @@ def measure_step(
     state: TrainState, recorder: Recorder, batch: Sequence[Microbatch], is_logged: bool = False
 ) -> RankDryRun:
     """Run one step of a built state, with or without values, and count."""
-    kinds = tensors_by_kind(state)
     shared = state.buffers.sharding.params
     resized = [flat.params for flat in state.buffers.flat_buffers] if shared else []
-    existing = [*(tensor for tensors in kinds.values() for tensor in tensors), *(each.tokens for each in batch)]
-    meter = FlopMemoryMeter(existing, resized)
+    # Nothing here may hold these tensors: a step that shards gradients frees those of the step before.
+    meter = FlopMemoryMeter(chain(*tensors_by_kind(state).values(), (each.tokens for each in batch)), resized)
     parameters = sum(flat.size for flat in state.buffers.flat_buffers)
-    between = {kind: num_bytes(tensors) for kind, tensors in kinds.items()}
+    between = {kind: num_bytes(tensors) for kind, tensors in tensors_by_kind(state).items()}
     run = RankDryRun(state.spec.rank, state.spec.parallel_state.pipeline_parallel_rank, parameters, between)
     recorder.calls.clear()
     recorder.entries.clear()

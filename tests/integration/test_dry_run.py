@@ -24,10 +24,12 @@ from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
 from megatron3d.errors import UserError
 from megatron3d.experts import grouped_matmul
+from megatron3d.forecast.memory.flat_buffers import flat_buffer_sizes
 from megatron3d.forecast.memory.step_spec import StepSpec, make_step_spec
 from megatron3d.forecast.time.traffic import step_flops, step_traffic
 from megatron3d.parallel.mesh import Link
 from megatron3d.parallel.modes import MODES
+from megatron3d.pipeline.actions import ActionKind
 from megatron3d.pipeline.lower import lower
 from megatron3d.pipeline.schedules import SCHEDULES
 from megatron3d.train.state import build_state, connect
@@ -455,6 +457,20 @@ def test_memory_and_flops_equal_those_of_a_step_with_values(monkeypatch: pytest.
             assert dry.between == real.between and dry.parameters == real.parameters
             assert one.flops == other.flops
             assert one.peak == pytest.approx(other.peak, rel=0.02)
+
+
+def test_sharded_gradients_live_as_in_a_real_step() -> None:
+    """Those of the step before are gone when it begins; what a reduction sends is in memory until it is over."""
+    config = configure("gpt2", {"zero_stage": 2}, 2, global_batch_size=32, bucket_mb=1.0)
+    spec = RunSpec(config, 2, VOCAB_SIZE)
+    run = run_rank(with_few_microbatches(spec))
+    gradients = run.between["gradients"]
+    (_, before), *_ = run.actions
+    assert -gradients <= before.kept < -0.9 * gradients
+    backward = next(counts for action, counts in run.actions if action is not None and action.kind is ActionKind.B)
+    sent = max(flat.size for flat in flat_buffer_sizes(make_step_spec(spec))) * make_step_spec(spec).local.wide
+    forward = next(counts for action, counts in run.actions if action is not None and action.kind is ActionKind.F)
+    assert backward.kept > sent - forward.kept, "the last reduction of the backward is in flight"
 
 
 def test_microbatches_in_the_middle_are_extrapolated() -> None:

@@ -66,7 +66,7 @@ def test_why_the_8b_on_eight_h100_has_zero_3() -> None:
     step_s = here.predicted(layout_of(config), config).step.step_s
     assert shared.step.step_s == pytest.approx(1.04 * step_s, rel=0.005)
     assert larger.step.step_s == pytest.approx(0.99 * step_s, rel=0.005)
-    assert larger.total_bytes / 2**30 == pytest.approx(73, abs=1)
+    assert larger.total_bytes / 2**30 == pytest.approx(72, abs=1)
 
 
 @pytest.mark.slow

@@ -202,7 +202,10 @@ def _with_dropout(q_BNLD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, at: ContextAtt
 
 
 class _Attend(torch.autograd.Function):
-    """Attention [B, N, L, D] and its log-sum-exp by parts of heads; keeps each part's operands, output and lse."""
+    """Attention [B, N, L, D] and its log-sum-exp by parts of heads; keeps each part's operands, output and lse.
+
+    Outputs are saved as views of `.data`: fake tensors would keep the graph alive that owns what is viewed.
+    """
 
     @staticmethod
     def forward(
@@ -229,8 +232,9 @@ class _Attend(torch.autograd.Function):
         if result is None:
             lse = torch.cat(saved[3::4], dim=1) if len(moves.parts) > 1 else saved[3]
             result = moves.join_output([wait() for wait in returning]), lse
-            saved[2::4] = [moves.kept_output(*each, result[0]) for each in zip(moves.parts, saved[2::4], strict=True)]
-        else:  # saved tensors are views of it, and on fake tensors would keep a graph alive that owned it
+            whole = result[0].data
+            saved[2::4] = [moves.kept_output(*each, whole) for each in zip(moves.parts, saved[2::4], strict=True)]
+        else:
             result = result[0].data, result[1]
         ctx.moves, ctx.kernel = moves, kernel
         ctx.save_for_backward(sink_N, *saved)

@@ -12,6 +12,7 @@ from megatron3d.model.local_sizes import LocalMatmul, LocalSizes
 from megatron3d.model.operation import Operation, Stored, kept_by
 from megatron3d.model.operations import (
     ahead_operations,
+    document_tables,
     embedding_operations,
     head_operations,
     layer_operations,
@@ -119,3 +120,12 @@ def ahead_activations(local: LocalSizes) -> int:
         beside = [*masks, *ahead_operations(local), *head]
         each = rows + total_bytes(_kept(beside)) + total_bytes(layer_activations(local.layer_ahead))
     return local.arch.mtp_num_layers * each
+
+
+def input_bytes(local: LocalSizes, stage: Stage) -> int:
+    """Return the bytes that a stage keeps of its input where nothing in it does, and of what all its layers share."""
+    first = next((run for run in local.recompute.runs(stage.layers) if run.layers), None)
+    reader = head_activations(local) if first is None else () if first.is_offloaded else layer_activations(local)
+    holds_input = (first and first.is_recomputed and not first.is_offloaded) or (reader and reader[0].what == "input")
+    own = 0 if stage.has_embedding or holds_input else local.residual
+    return own + (total_bytes(document_tables(local)) if stage.layers else 0)

@@ -1,10 +1,10 @@
-"""Memory of one rank by category, in closed form; of libraries next to it; and what another framework reserves.
+"""Memory of one rank by category; of libraries next to it; and what another framework reserves.
 
-    weights + master weights + gradients + optimizer + activations in flight + buffers + largest transient peak
+    weights + master weights + gradients + optimizer + activations in flight + buffers + transient peak
 
-The sum is the peak of all tensors, give or take a layer's activations: the largest transient peak need not coincide
-with most microbatches in flight.  Outside torch's allocator there are the CUDA context and NCCL's communicators, one
-per process group and direction of a link of the pipeline; the bytes of each stand in `hardware/*.yaml`.
+One sweep over the operations of a step finds the most bytes that live (`sweep.py`); the transient peak is what they are
+beyond the most activations in flight.  Outside torch's allocator there are the CUDA context and NCCL's communicators,
+one per process group and direction of a link of the pipeline; the bytes of each stand in `hardware/*.yaml`.
 
 Other frameworks reserve more, by terms that are fitted to published runs (`benchmarks/fit/fit_memory.py`):
 
@@ -19,12 +19,10 @@ as there is memory: where the device has no more, torch's allocator waits for th
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from operator import itemgetter
-from typing import NamedTuple
 
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.forecast.memory.activations import (
@@ -32,25 +30,24 @@ from megatron3d.forecast.memory.activations import (
     deferred_wgrad_activations,
     embedding_activations,
     head_activations,
-    layer_activations,
+    input_bytes,
     linear_operands,
     num_ahead,
     run_activations,
     total_bytes,
 )
+from megatron3d.forecast.memory.flat_buffers import flat_buffer_sizes, held_params
 from megatron3d.forecast.memory.step_spec import StepSpec, make_step_spec
-from megatron3d.forecast.memory.transient_peaks import embedding_peak, head_peaks, layer_peaks
+from megatron3d.forecast.memory.sweep import Moment, Sweep
 from megatron3d.forecast.time.hardware import KernelRates
 from megatron3d.forecast.time.practices import OURS, ExecutionProfile
 from megatron3d.linear.overlap_plan import async_plan
 from megatron3d.model.local_sizes import KERNELS, KernelMemory, LocalSizes
-from megatron3d.model.operations import document_tables, rotary_tables
-from megatron3d.model.param_spec import stage_specs
+from megatron3d.model.operations import rotary_tables
 from megatron3d.model.stage_plan import Stage
-from megatron3d.parallel.layout import ParamSpec, shard_numel
 from megatron3d.parallel.mesh import PIPELINE, Axes
 from megatron3d.parallel.parallel_state import ParallelState
-from megatron3d.pipeline.actions import RECEIVES, SENDS, Action, ActionKind, stage_to_rank
+from megatron3d.pipeline.actions import Action, ActionKind
 from megatron3d.pipeline.actions import activations_in_flight as in_flight_after
 
 
@@ -91,13 +88,8 @@ def stage_activations(step: StepSpec, stage: Stage) -> int:
     local, runs = step.local, step.local.recompute.runs(stage.layers)
     embedding = embedding_activations(local) if stage.has_embedding else ()
     head = head_activations(local) if stage.has_head else ()
-    first = next((run for run in runs if run.layers), None)
-    reader = head if first is None else () if first.is_offloaded else layer_activations(local)
-    holds_input = (first and first.is_recomputed and not first.is_offloaded) or (reader and reader[0].what == "input")
-    own_input = 0 if stage.has_embedding or holds_input else local.residual
-    own_input += total_bytes(document_tables(local)) if stage.layers else 0
     ends = total_bytes((*embedding, *head)) + (ahead_activations(local) if stage.has_head else 0)
-    return own_input + ends + sum(run_activations(local, run) for run in runs)
+    return input_bytes(local, stage) + ends + sum(run_activations(local, run) for run in runs)
 
 
 def in_flight(step: StepSpec) -> dict[int, float]:
@@ -133,52 +125,6 @@ def _held_over_time(step: StepSpec, actions: Iterable[Action]) -> list[int]:
     return list(accumulate(changes.get(each, 0) for each in map(itemgetter(0, 1), actions)))
 
 
-def peak_activations(step: StepSpec) -> tuple[int, int]:
-    """Return the bytes of activations, and of residual shards in transfer, when their sum peaks."""
-    each = step.local.residual
-    shards = (count * each for count in residual_shards(step))
-    return max(zip(_held_over_time(step, step.actions), shards, strict=True), key=sum)
-
-
-def residual_shards(step: StepSpec) -> list[int]:
-    """Return the number of residual shards after each action: received, passed to the next stage, or in send."""
-    where, most = stage_to_rank(step.pipeline.schedule), step.local.kernels.num_leaving
-    actions = list(map(itemgetter(0, 1), step.actions))
-    kinds = [Action(*kind) for kind in set(actions)]
-    changes = {(each.kind, each.stage): _shards_added(each, where) for each in kinds}
-    lying = accumulate(map(changes.__getitem__, actions))
-    sent = accumulate(kind in SENDS for kind, _ in actions)
-    return [count + min(leaving, most) for count, leaving in zip(lying, sent, strict=True)]
-
-
-def _shards_added(action: Action, where: Mapping[int, int]) -> int:
-    """Return how many residual shards an action adds on this rank, less those that it consumes."""
-    if action.kind in RECEIVES:
-        return 1
-    if action.kind not in (ActionKind.F, ActionKind.B, ActionKind.I):
-        return 0
-    step, first = (1, 0) if action.kind is ActionKind.F else (-1, len(where) - 1)
-    return (where.get(action.stage + step) == where[action.stage]) - (action.stage != first)
-
-
-def step_end_peaks(step: StepSpec, buffers: Iterable[tuple[int, int]], is_over: int) -> dict[str, int]:
-    """Return the bytes of the peaks after the last backward, less those of activations, which other peaks add to.
-
-    Args:
-        buffers: elements of each flat buffer of this rank, and of this rank's shard of it.
-        is_over: bytes of the activations that are freed.
-    """
-    wide, kernels, found = step.local.wide, step.local.kernels, {}
-    sizes = list(buffers)
-    sharded = [kernels.num_received * size + shard for size, shard in sizes if shard < size]
-    if sharded and not step.shards(2):  # the last buffer is reduced when nothing else is left to do
-        found["reduction of gradients"] = max(sharded) * wide - is_over
-    if min(step.state_itemsizes, default=wide) < wide:
-        updated = max((min(shard, kernels.update_piece) for _, shard in sizes), default=0)
-        found["update"] = step.rule.chunk_bytes * updated - is_over
-    return found
-
-
 # Of a microbatch: a token's index, in the batch and among its labels; again for each module that predicts ahead.
 _TOKEN_BYTES = 2 * 8
 # Its position in its document.
@@ -187,7 +133,7 @@ _DOCUMENT_BYTES = 8
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes by category; of `transient_peaks`, which do not coincide, only the largest counts."""
+    """Bytes by category; the largest of `transient_peaks` counts, each beyond the most activations in flight."""
 
     weights: int
     main_weights: int
@@ -223,27 +169,38 @@ class MemoryOfRank:
     """Memory of the rank that a step's mesh is seen from, and a lower bound that takes less to find."""
 
     def __init__(self, step: StepSpec) -> None:
-        self._step, self._pieces = step, flat_buffer_sizes(step)
-        self._buffers, self._transient_peaks = sum(buffers(step).values()), transient_peaks(step)
+        self._step, self._flats = step, flat_buffer_sizes(step)
 
     @property
     def memory(self) -> RankMemory:
         """The memory."""
-        return self._with_peak(*peak_activations(self._step))
+        activations = shards = 0
+        most: dict[int, Moment] = {}  # those of equal operations differ in the bytes when they begin
+        for each in Sweep(self._step, self._flats).moments(self._step.actions):
+            if each.activations + each.shards > activations + shards:
+                activations, shards = each.activations, each.shards
+            found = most.setdefault(id(each.tops), each)
+            if each.live > found.live:
+                most[id(each.tops)] = each
+        peaks: dict[str, int] = {}
+        for each in most.values():
+            for name, top in each.tops.items():
+                peak = each.live + top - activations - shards
+                peaks[name] = max(peaks.get(name, peak), peak)
+        return self._with(activations, shards, peaks)
 
     @property
     def least_bytes(self) -> int:
-        """A lower bound of its total: without residual shards in transfer, which takes no lowering."""
+        """A lower bound of its total: the state, and what microbatches keep between actions."""
         computations = self._step.pipeline.schedule[self._step.coord]
-        return self._with_peak(max(_held_over_time(self._step, computations)), 0).total
+        return self._with(max(_held_over_time(self._step, computations)), 0, {}).total
 
-    def _with_peak(self, activations: int, shards: int) -> RankMemory:
-        """Return the memory with these bytes of activations and of residual shards at their peak."""
+    def _with(self, activations: int, shards: int, peaks: Mapping[str, int]) -> RankMemory:
+        """Return the memory with these bytes of activations, residual shards in transfer and peaks."""
         step, local = self._step, self._step.local
         is_narrow = local.itemsize < local.wide
-        mine = sum(piece.shard for piece in self._pieces)
-        whole = sum(piece.shard * piece.num_shards for piece in self._pieces)
-        held = [(piece.size, piece.shard) for piece in self._pieces]
+        mine = sum(flat.shard for flat in self._flats)
+        whole = sum(flat.shard * flat.num_shards for flat in self._flats)
         between_steps = (0 if is_narrow else mine) if step.shards(3) else whole
         return RankMemory(
             weights=between_steps * local.itemsize,
@@ -251,81 +208,21 @@ class MemoryOfRank:
             gradients=(mine if step.shards(2) else whole) * local.wide,
             optimizer=mine * sum(step.state_itemsizes),
             activations=activations,
-            buffers=shards + self._buffers,
-            transient_peaks=self._transient_peaks | step_end_peaks(step, held, activations + shards),
+            buffers=shards + sum(buffers(step).values()),
+            transient_peaks=peaks,
         )
 
 
-class FlatBufferSize(NamedTuple):
-    """Flat buffer of a rank: elements, axes that reduce its gradients, pipeline ranks that hold it, FSDP unit, and the
-    axes that ZeRO shards it over with their number of ranks."""
-
-    size: int
-    reduce_axes: Axes
-    holders: tuple[int, ...]
-    block: str
-    zero_axes: Axes
-    num_shards: int
-
-    @property
-    def shard(self) -> int:
-        """Elements of a rank's shard, padding included."""
-        return shard_numel(self.size, self.num_shards)
-
-
-def flat_buffer_sizes(step: StepSpec) -> list[FlatBufferSize]:
-    """Return the flat buffers: parameters with equal reductions share one of at least a bucket, or one per FSDP unit in
-    ZeRO 3."""
-    mesh, is_by_block = step.local.mesh, step.shards(3)
-    others = tuple(axis for axis in mesh.names if axis != PIPELINE)
-    least = math.inf if is_by_block else step.bucket_bytes / step.local.wide
-    groups: dict[tuple[Axes, int, tuple[int, ...], int, str, Axes], list[int]] = {}
-    alike: dict[object, tuple[Axes, int, Axes, int]] = {}  # most layers differ in names alone
-    for block, stage, spec in _params(step):
-        kind = spec.layout, spec.part_axes, spec.token_axes, tuple(part.padded_shape for part in spec.parts)
-        if kind not in alike:
-            shared, size = mesh.without(step.zero_axes, spec.axes), math.prod(spec.local_shape(mesh))
-            alike[kind] = spec.reduce_axes(mesh), spec.num_copies(mesh, others), shared, size
-        reduced, copies, shared, size = alike[kind]
-        key = reduced, copies, spec.holders, stage, block if is_by_block else "", shared
-        groups.setdefault(key, []).append(size)
-    return [
-        FlatBufferSize(size, key[0], key[2], key[4], key[5], mesh.size(key[5]))
-        for key, sizes in groups.items()
-        for size in _merge_small(sizes, least)
-    ]
-
-
-def _merge_small(sizes: list[int], least: float) -> list[int]:
-    """Return sums of neighbouring sizes of at least `least`, merged from the end, where backward starts."""
-    sums = [0]
-    for size in reversed(sizes):
-        sums = [*sums, size] if sums[-1] >= least else [*sums[:-1], sums[-1] + size]
-    return sums
-
-
-def _params(step: StepSpec) -> Iterator[tuple[str, int, ParamSpec]]:
-    """Yield FSDP unit (`layers.3`, `embedding`, ...), stage and spec of each parameter of this rank."""
-    for stage, specs in stage_specs(step.local.arch, step.local.mode, step.pipeline, step.coord).items():
-        for path, spec in specs.items():
-            yield ".".join(path.split(".")[: 2 if path.startswith(("layers.", "mtp.")) else 1]), stage, spec
-
-
 def buffers(step: StepSpec) -> dict[str, int]:
-    """Return the bytes of lasting buffers: tokens, rotary tables, kept weights, two gathered FSDP units, a workspace.
+    """Return the bytes of lasting buffers: tokens, rotary tables, a workspace.
 
     On a CPU the copy for asynchronous saves is one, too.
     """
     local = step.local
     token_bytes = (1 + local.arch.mtp_num_layers) * _TOKEN_BYTES + _DOCUMENT_BYTES * local.resets_positions
-    blocks = Counter[str]()
-    for block, _, spec in _params(step) if step.shards(3) else ():
-        blocks[block] += math.prod(spec.local_shape(local.mesh))
     return {
         "tokens": step.num_microbatches * local.sequences_read * local.arch.seq_length * token_bytes,
         "rotary tables": total_bytes(rotary_tables(local)),
-        "gathered weights": gathered_weights(step),
-        "whole blocks": _largest(2, blocks.values()) * local.itemsize,
         "GEMM workspace": local.kernels.gemm_workspace + symmetric_bytes(local),
         "snapshot of a save": snapshot_bytes(step) if step.saves_in_background and not local.kernels.on_gpu else 0,
     }
@@ -340,47 +237,9 @@ def snapshot_bytes(step: StepSpec) -> int:
     others = tuple(axis for axis in mesh.names if axis != PIPELINE)
     written = sum(
         math.prod(spec.local_shape(mesh)) / (spec.num_copies(mesh, others) * len(spec.holders))
-        for _, _, spec in _params(step)
+        for _, _, spec in held_params(step)
     )
     return round(written) * (step.local.wide + sum(step.state_itemsizes))
-
-
-def gathered_weights(step: StepSpec) -> int:
-    """Return the bytes of gathered weights that are kept from forward to backward."""
-    if not step.local.overlap.keep_gathered_weights:
-        return 0
-    ahead = sum(num_ahead(step.local, stage) for stage in step.stages)
-    layers = [layer for stage in step.stages for layer in stage.layers] + ahead * [step.local.arch.num_layers - 1]
-    tables = [(each.matmuls, count) for each, count in step.local.by_kind(layers)] + [(step.local.mtp_matmuls, ahead)]
-    elements = sum(n * matmul.whole_w for table, n in tables for matmul in table.values() if matmul.plan.w)
-    return elements * step.local.itemsize
-
-
-def _largest(count: int, sizes: Iterable[int]) -> int:
-    return sum(sorted(sizes, reverse=True)[:count])
-
-
-def transient_peaks(step: StepSpec) -> dict[str, int]:
-    """Return the bytes of every transient peak on this rank by its name.
-
-    Sharded gradients are whole at times: two buckets while they are reduced, those received, and during the backward of
-    earlier layers, when at least one layer has freed its activations, a third one that is being filled.
-    """
-    local, stages = step.local, step.stages
-    is_ahead = any(num_ahead(local, stage) for stage in stages)
-    found = layer_peaks(local) if is_ahead or any(stage.layers for stage in stages) else {}
-    if is_ahead or any(stage.has_embedding for stage in stages):
-        found["backward of the embedding"] = embedding_peak(local)
-    if any(stage.has_head for stage in stages):
-        found |= head_peaks(step.local)
-    if step.shards(2):
-        sizes = [piece.size for piece in flat_buffer_sizes(step)]
-        third = _largest(3, sizes) - _largest(2, sizes)
-        freed = min(total_bytes(layer_activations(each)) for each, _ in local.by_kind(range(local.arch.num_layers)))
-        filled = max(third * local.wide - freed, 0)
-        reduced = (_largest(2, sizes) + _largest(local.kernels.num_received, sizes)) * local.wide
-        found = {name: size + reduced + filled for name, size in found.items()}
-    return found
 
 
 # A pipeline rank waits for the gradients of its first microbatch when it has launched the forwards of all in flight.
@@ -438,7 +297,7 @@ def _gathered(local: LocalSizes) -> int:
 
 
 # Pipelines of at most this number of ranks are looked at in full.
-FEW = 8
+FEW = 4
 
 
 def largest_rank_memory(step: StepSpec, profile: ExecutionProfile = OURS, most: float = math.inf) -> RankMemory:

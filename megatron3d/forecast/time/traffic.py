@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron3d.forecast.memory.activations import modules_of, num_ahead
-from megatron3d.forecast.memory.rank import flat_buffer_sizes
+from megatron3d.forecast.memory.flat_buffers import flat_buffer_sizes
 from megatron3d.forecast.memory.step_spec import StepSpec
 from megatron3d.forecast.time.tasks import (
     AGAIN,

@@ -16,11 +16,11 @@ from megatron3d.forecast.memory.rank import (
     buffers,
     library_bytes,
     num_communicators,
-    residual_shards,
+    rank_memory,
     symmetric_bytes,
-    transient_peaks,
 )
 from megatron3d.forecast.memory.step_spec import make_step_spec
+from megatron3d.forecast.memory.sweep import residual_shards
 from megatron3d.forecast.time.hardware import FOLDER, file_names, load_accelerator
 from megatron3d.model.attention_operations import sdpa_workspace
 from megatron3d.model.local_sizes import KERNELS
@@ -51,7 +51,7 @@ def test_attention_has_the_workspace_of_flash_attention() -> None:
 def test_workspaces_are_on_gpus_only() -> None:
     on_gpu, on_cpu = (make_step_spec(spec(), KERNELS[kind]) for kind in ("gpu", "cpu"))
     without = make_step_spec(spec(), replace(KERNELS["gpu"], sdpa_workspace=False))
-    peaks, before = transient_peaks(on_gpu), transient_peaks(without)
+    peaks, before = rank_memory(on_gpu).transient_peaks, rank_memory(without).transient_peaks
     grown = {name: size - before[name] for name, size in peaks.items() if size != before[name]}
     assert grown == {"backward of attention.core": sdpa_workspace(on_gpu.local)}
     assert buffers(on_gpu)["GEMM workspace"] == 2 * 32 * 2**20 and buffers(on_cpu)["GEMM workspace"] == 0

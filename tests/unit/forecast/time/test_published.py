@@ -7,18 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import pytest
+import torch
+from gpu.gpu_steps import RANKS, rank_spec
+from gpu.gpu_timing import Place
 from tables import measured_on_h100, predicted_on_h100
 
 from megatron3d.config.schema import Config
 from megatron3d.forecast.memory.activations import run_activations
+from megatron3d.forecast.memory.rank import predict_memory
 from megatron3d.forecast.time.hardware import load_accelerator, load_cluster
 from megatron3d.forecast.time.layer import layer_times
 from megatron3d.forecast.time.practices import DEEPSPEED, MEGATRON_2021, MEGATRON_2022, practice
 from megatron3d.forecast.time.step import load_machine, make_machine, step_time
+from megatron3d.model.local_sizes import KERNELS
 from megatron3d.model.spec import NO_RECOMPUTE, Recompute
 from tests.unit.forecast.time.published import (
     DROPOUTS,
@@ -166,9 +172,16 @@ def test_heads_of_unaligned_channels_cost_what_was_published(
     assert seconds[1] / seconds[0] == pytest.approx(unaligned_s / aligned_s, rel=0.07)
 
 
-@pytest.mark.parametrize("row", [*measured_on_h100()], ids=lambda row: row["preset"])
+@pytest.mark.parametrize("row", [*measured_on_h100("preset")], ids=lambda row: row["preset"])
 def test_steps_of_this_framework_on_an_h100(row: Mapping[str, Any]) -> None:
     """The rates of single kernels give whole steps, none of which they were fitted to; memory is all tensors'."""
     step_s, gib = predicted_on_h100(row["preset"])
     assert 1e3 * step_s == pytest.approx(row["step_ms"], rel=0.02)
     assert gib == pytest.approx(row["peak_gib"], rel=1e-3)
+
+
+@pytest.mark.parametrize("row", [*measured_on_h100("rank")], ids=lambda row: row["rank"])
+def test_memory_of_ranks_on_an_h100(row: Mapping[str, Any]) -> None:
+    """Ranks of large layouts at real size, which communicate with themselves."""
+    spec = rank_spec(Place(torch.device("cpu"), False, Path()), RANKS[row["rank"]])
+    assert predict_memory(spec, KERNELS["gpu"]).total / 2**30 == pytest.approx(row["peak_gib"], rel=1e-3)

@@ -1,0 +1,62 @@
+"""Fact: the peak that is predicted is that of a dry run, in every kind of layout; the worst is printed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron3d.config.run_spec import RunSpec
+from megatron3d.forecast.memory.flat_buffers import flat_buffer_sizes
+from megatron3d.forecast.memory.rank import rank_memory, stage_activations
+from megatron3d.forecast.memory.step_spec import StepSpec, make_step_spec
+from megatron3d.forecast.memory.sweep import Sweep, update_bytes
+from megatron3d.model.local_sizes import KERNELS
+from megatron3d.pipeline.actions import COMPUTATIONS, ActionKind
+from megatron3d.pipeline.lower import lower
+from megatron3d.verify.dry_run import run_rank, step_totals, with_few_microbatches
+from tests.support.equality import VOCAB_SIZE
+from tests.support.layout_rows import ROWS, build, name_of, pick
+
+FACTORS = ("schedule", "overlap", "recompute", "ZeRO")
+PLACES = pick([frozenset((name, row[name]) for name in FACTORS) for row in ROWS])
+TOLERANCE = 0.1
+# The process group of a dry run receives a reduce-scatter's sum, as NCCL does.
+KERNEL = replace(KERNELS["cpu"], num_received=0)
+
+
+def last_rank(place: int, folder: Path) -> tuple[RunSpec, StepSpec]:
+    """Return the last rank of a row, whose coordinates are not 0."""
+    _, config, num_ranks = build(ROWS[place], folder)
+    spec = RunSpec(config, num_ranks, VOCAB_SIZE, num_ranks - 1)
+    return spec, make_step_spec(spec, KERNEL)
+
+
+@pytest.mark.parametrize("place", PLACES, ids=name_of)
+def test_the_peak_is_that_of_a_dry_run(place: int, tmp_path: Path) -> None:
+    spec, step = last_rank(place, tmp_path)
+    run = run_rank(with_few_microbatches(spec))
+    measured, memory = step_totals(run, lower(spec.schedule)[run.coord]), rank_memory(step)
+    assert abs(memory.total / measured.peak - 1) < TOLERANCE, f"{memory.total} bytes, {measured.peak} are measured"
+
+
+@pytest.mark.parametrize("place", PLACES, ids=name_of)
+def test_what_forward_bears_dies_in_backward(place: int, tmp_path: Path) -> None:
+    """A stage keeps the sum of its activations; each use of a parameter has a gradient; nothing is left at the end."""
+    _, step = last_rank(place, tmp_path)
+    flats = flat_buffer_sizes(step)
+    sweep, arrived = Sweep(step, flats), Counter[int]()
+    kinds = {action.kind for action in step.actions if action.kind in COMPUTATIONS}
+    backward = (ActionKind.I, ActionKind.W) if ActionKind.W in kinds else (ActionKind.B,)
+    whole = [ActionKind.F, *backward]
+    for stage in step.stages:
+        left = {kind: sum(event.births - event.deaths for event in sweep.events(kind, stage.index)) for kind in whole}
+        assert left[ActionKind.F] == stage_activations(step, stage)
+        assert sum(left.values()) == 0
+        for event in (event for kind in whole for event in sweep.events(kind, stage.index)):
+            arrived.update(sweep.buffers_of(event, stage.index))
+    assert arrived == Counter({place: sum(flat.uses.values()) for place, flat in enumerate(flats)})
+    *_, last = sweep.moments(step.actions)
+    assert last.live + last.tops["update"] == update_bytes(step, flats)
