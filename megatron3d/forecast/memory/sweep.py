@@ -448,7 +448,13 @@ class _Walk:
         self._sweep, self.state = sweep, sweep.start()
         self._missing, self._changes = self.state.missing, list[Sequence[int]]()
         self._number, self._kept = sweep.number_of(self.state), dict.fromkeys(sweep.stages, 0)
-        self._left = Counter(action[:2] for action in actions if action.kind in BACKWARD)
+        # The last stage's forward computes the gradient of the head.
+        kinds = {
+            (kind, index)
+            for index, stage in sweep.stages.items()
+            for kind in (*BACKWARD, *[ActionKind.F] * stage.has_head)
+        }
+        self._left = Counter(action[:2] for action in actions if action[:2] in kinds)
         self._keeps_weights = sweep.local.overlap.keep_gathered_weights
 
     def result(self, kind: ActionKind, index: int) -> _Result:
@@ -457,7 +463,7 @@ class _Walk:
         found = self._sweep.result((kind, index, kept, self._number), self.exact)
         self._kept[index] += {ActionKind.F: 1, ActionKind.W: 0}.get(kind, -1)
         self.state = found.state
-        if kind in BACKWARD:
+        if (kind, index) in self._left:
             self._left[kind, index] -= 1
             self._changes.append(found.missing)
         behind = self._sweep.behind if self.state.shards_grads or min(self._left.values()) > 1 else dict[int, int]()
