@@ -184,8 +184,8 @@ def _predicted(arguments: argparse.Namespace) -> Iterator[dict[str, object]]:
 
 def num_tokens(arguments: argparse.Namespace, config: Config) -> float:
     """Return the tokens of the whole run, batch ramp-up included."""
-    batches = RunSpec(config).batches
-    return arguments.tokens or float(batches.num_tokens(batches.consumed_samples(config.train.train_iters)))
+    spec = RunSpec(config)
+    return arguments.tokens or float(spec.batches.num_tokens(spec.batches.consumed_samples(spec.train_iters)))
 
 
 def growing(config: Config) -> Iterator[str]:
@@ -278,7 +278,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="PATH",
         help="rows of runs, one JSON object per line, or folders of runs; needs --output",
     )
-    parser.add_argument("--tokens", type=real(1, 1e18), help="of the run; default: those of train_iters")
+    parser.add_argument("--tokens", type=real(1, 1e18), help="of the run; default: as many as configured")
     parser.add_argument("--top", type=whole(1, 1000), default=10, help="layouts that are printed (default: 10)")
     parser.add_argument("--modes", choices=list(MODES), nargs="+", default=list(MODES), help="only these tensor modes")
     told = "search until no layout that was not predicted can be faster"

@@ -74,6 +74,10 @@ def batch_arithmetic(spec: RunSpec) -> str:
         f"global_batch_size {train.global_batch_size} = micro_batch_size {train.micro_batch_size}"
         f" x data parallel {sizes.data} x microbatches {spec.num_microbatches}",
     ]
+    if (samples := train.train_samples) is not None:
+        used = spec.batches.consumed_samples(spec.train_iters)
+        rest = f"{used - samples} more" if used > samples else f"{samples - used} left over"
+        lines.append(f"train_samples {samples} = {spec.train_iters} iterations of {used} samples, {rest}")
     if sizes.pipeline > 1:
         lines.append(f"pipeline: {describe_pipeline(spec)}")
     return "\n".join(lines)
@@ -132,13 +136,13 @@ def write_resolved(resolved: Resolved, path: Path, vocab_size: int | None = None
 
 def _derived(spec: RunSpec) -> dict[str, object]:
     """Return the derived values of keys that are null."""
-    config = spec.config
     null_keys = set(SECTIONS["model"]) & {each.name for each in fields(Architecture)} - {"vocab_size"}
-    decay = config.optimizer.lr_decay_iters or config.train.train_iters
+    unit = "samples" if spec.lr_phases.counts_samples else "iters"
     return {f"model.{name}": getattr(spec.arch, name) for name in null_keys} | {
         "parallel.tensor_model_parallel_size": spec.tensor_size,
         "parallel.tensor_parallel_shape": spec.tensor_shape,
-        "optimizer.lr_decay_iters": decay,
+        "train.train_iters": spec.train_iters,
+        f"optimizer.lr_decay_{unit}": spec.lr_phases.end,
     }
 
 

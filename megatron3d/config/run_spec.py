@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from megatron3d.attention.context.plan import with_context
 from megatron3d.config.model_defaults import resolve_architecture, token_dispatcher
-from megatron3d.config.schema import Config
+from megatron3d.config.schema import DEFAULT_ITERS, Config
 from megatron3d.data.corpus.plan import CorpusSpec
 from megatron3d.data.ramp_plan import Batches, make_ramp
 from megatron3d.errors import UserError
@@ -39,6 +39,25 @@ from megatron3d.pipeline.schedules import FROM_FILE, SCHEDULES, Pipeline, build_
 
 if TYPE_CHECKING:
     from megatron3d.data.packing import Packing
+
+
+@dataclass(frozen=True)
+class LRPhases:
+    """Lengths of the phases of the learning-rate schedule, in iterations, or in samples where the run has samples.
+
+    Attributes:
+        counts_samples: the unit.
+        warmup: of the linear warm-up; end: of warm-up and decay together; wsd_decay: of the last phase of WSD.
+    """
+
+    counts_samples: bool
+    warmup: float
+    end: int
+    wsd_decay: int
+
+    def position(self, iteration: int, consumed_samples: int) -> int:
+        """Return the place in the schedule of an iteration, counted from 1, after which the samples are consumed."""
+        return consumed_samples if self.counts_samples else iteration
 
 
 @dataclass(frozen=True)
@@ -199,6 +218,27 @@ class RunSpec:
             make_ramp(train.rampup_batch_size, train.global_batch_size),
             make_ramp(train.seq_length_warmup, self.config.model.seq_length),
         )
+
+    @cached_property
+    def train_iters(self) -> int:
+        """Iterations of the run: as configured, or those of its samples."""
+        train = self.config.train
+        if train.train_samples is not None:
+            return self.batches.num_iterations(train.train_samples)
+        return train.train_iters or DEFAULT_ITERS
+
+    @cached_property
+    def lr_phases(self) -> LRPhases:
+        """Phases of the learning-rate schedule."""
+        ours, samples = self.config.optimizer, self.config.train.train_samples
+        if samples is None:
+            warmup, phase = ours.lr_warmup_iters, ours.lr_wsd_decay_iters
+            end = ours.lr_decay_iters or self.train_iters
+        else:
+            warmup, phase = ours.lr_warmup_samples, ours.lr_wsd_decay_samples
+            end = ours.lr_decay_samples or samples
+        length = warmup if ours.lr_warmup_fraction is None else ours.lr_warmup_fraction * end
+        return LRPhases(samples is not None, length, end, phase or max(end // 10, 1))
 
     @cached_property
     def corpus(self) -> CorpusSpec:

@@ -343,6 +343,8 @@ class LoggingConfig(Section, frozen=True):
 HeadAndRingRanks = Annotated[tuple[Positive, Positive], Field(strict=False, examples=["[8,4]"])]
 Growth = Annotated[tuple[Positive, Positive, Positive], Field(strict=False, examples=["[8,8,1000]"])]
 MomentDtype = Literal["fp32", "bf16"]
+# Iterations of a run that names neither iterations nor samples.
+DEFAULT_ITERS = 1000
 # Bytes of an element of the network, by `train.precision`.
 ITEMSIZES: Mapping[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 
@@ -483,7 +485,18 @@ class TrainConfig(Section, frozen=True):
     seq_length_warmup: Growth | None = key(
         None, "[start, increment, samples]: ramp-up of the sequence length, to which samples are truncated"
     )
-    train_iters: int = key(1000, ge=1, also="max_iters steps max_steps train_steps num_steps iterations train_samples")
+    train_iters: int | None = key(
+        None,
+        f"default: those of train_samples, or {DEFAULT_ITERS}",
+        ge=1,
+        also="max_iters steps max_steps train_steps num_steps iterations",
+    )
+    train_samples: int | None = key(
+        None,
+        "instead of train_iters: samples of the run, of which no incomplete batch is trained on; the learning-rate "
+        "schedule then counts samples",
+        ge=1,
+    )
     iterations_to_skip: tuple[Positive, ...] = key(
         (), "iterations whose samples are skipped: nothing is computed, logged or saved", strict=False
     )
@@ -579,9 +592,23 @@ class OptimizerConfig(Section, frozen=True):
         "cosine", also="lr_scheduler_type schedule lr_schedule decay_lr decay_type"
     )
     lr_warmup_iters: int = key(0, ge=0, also="warmup_iters warmup_steps lr_warmup_steps warmup")
+    lr_warmup_samples: int = key(0, "with train_samples, instead of lr_warmup_iters", ge=0)
+    lr_warmup_fraction: float | None = key(
+        None,
+        "instead of lr_warmup_iters or lr_warmup_samples: fraction of lr_decay_iters, or of lr_decay_samples",
+        ge=0,
+        lt=1,
+        also="warmup_ratio",
+    )
     lr_decay_iters: int | None = key(None, "default: train_iters", ge=1, also="decay_iters lr_decay_steps")
+    lr_decay_samples: int | None = key(
+        None, "with train_samples, instead of lr_decay_iters; default: train_samples", ge=1
+    )
     lr_wsd_decay_iters: int | None = key(
         None, "iterations of the WSD decay phase; default: a tenth of lr_decay_iters", ge=1
+    )
+    lr_wsd_decay_samples: int | None = key(
+        None, "with train_samples, instead of lr_wsd_decay_iters; default: a tenth of lr_decay_samples", ge=1
     )
     lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = key(
         "linear", "shape of the WSD decay phase"

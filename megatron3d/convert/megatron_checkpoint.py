@@ -54,11 +54,12 @@ _MASTERS, MOMENTS = ("fp32_param", "param"), ("exp_avg", "exp_avg_sq")
 MAX_NAMES = 8
 # Arguments that have the name and the meaning of a key of these sections.
 TRAINING: Mapping[str, tuple[type[TrainConfig | OptimizerConfig], tuple[str, ...]]] = {
-    "train": (TrainConfig, ("micro_batch_size", "global_batch_size", "train_iters", "seed")),
+    "train": (TrainConfig, ("micro_batch_size", "global_batch_size", "train_iters", "train_samples", "seed")),
     "optimizer": (
         OptimizerConfig,
         (
             *("lr", "min_lr", "lr_decay_style", "lr_warmup_iters", "lr_decay_iters", "weight_decay"),
+            *("lr_warmup_samples", "lr_warmup_fraction", "lr_decay_samples"),
             *("adam_beta1", "adam_beta2", "adam_eps", "clip_grad"),
         ),
     ),
@@ -317,7 +318,7 @@ def _read_training(arguments: Mapping[str, object]) -> tuple[dict[str, Any], lis
         values: dict[str, object] = {"precision": precision} if section == "train" else {}
         for name in keys:
             value = arguments.get(name)
-            if value is None:
+            if value is None or (name == "train_iters" and arguments.get("train_samples")):  # which follow from these
                 continue
             is_float = kind.model_fields[name].annotation is float
             value = float(value) if is_float and isinstance(value, int) else value

@@ -23,6 +23,7 @@ from megatron3d.checkpoint.publish import iteration_folder
 from megatron3d.checkpoint.store import Index, Piece
 from megatron3d.config.model_defaults import resolve_architecture
 from megatron3d.config.read import read_config
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config, ModelConfig
 from megatron3d.config.validate.files import TRACKER
 from megatron3d.convert.conversion import (
@@ -73,6 +74,7 @@ def to_megatron(request: ConversionRequest) -> ConversionReport:
     if config is not None:
         sections = {"train": config.train, "optimizer": config.optimizer}
         arguments |= {name: getattr(sections[part], name) for part, (_, names) in TRAINING.items() for name in names}
+        arguments["train_iters"] = RunSpec(config).train_iters
     common = {"args": Namespace(**arguments), "checkpoint_version": _VERSION, "iteration": meta.iteration}
     if has_moments:
         state: dict[str, object] = {"state": {"common_step": torch.tensor(meta.optimizer_steps)}}
@@ -119,11 +121,12 @@ def _groups(config: Config, meta: Meta, ranks: set[int]) -> list[dict[str, objec
 
 def _schedule(config: Config, meta: Meta) -> dict[str, object]:
     """Return the state of Megatron-LM's schedule of learning rates, which counts samples."""
-    ours, batch = config.optimizer, config.train.global_batch_size
-    decay_iters = ours.lr_decay_iters or config.train.train_iters
+    ours, phases = config.optimizer, RunSpec(config).lr_phases
+    batch = 1 if phases.counts_samples else config.train.global_batch_size
+    num_steps = config.train.train_samples or RunSpec(config).train_iters
     rates = {"max_lr": ours.lr, "min_lr": ours.min_lr, "lr_decay_style": ours.lr_decay_style}
-    steps = {"lr_warmup_steps": ours.lr_warmup_iters * batch, "lr_decay_steps": decay_iters * batch}
-    steps |= {"num_steps": meta.consumed_samples, "wd_incr_steps": config.train.train_iters * batch}
+    steps = {"lr_warmup_steps": phases.warmup * batch, "lr_decay_steps": phases.end * batch}
+    steps |= {"num_steps": meta.consumed_samples, "wd_incr_steps": num_steps * batch}
     decay = {"start_wd": ours.weight_decay, "end_wd": ours.weight_decay, "wd_incr_style": "constant"}
     return {**rates, **steps, **decay}
 

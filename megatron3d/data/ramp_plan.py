@@ -100,6 +100,23 @@ class Batches:
             num_iterations -= run.num_iterations
         raise AssertionError("the last run has no end")
 
+    def num_iterations(self, num_samples: int) -> int:
+        """Return the iterations of a run of `num_samples`, as Megatron-LM's `update_train_iters` counts them.
+
+        The last samples are not trained on if they fill no batch.  A run that ends on the ramp of the batch size has
+        one more batch, with which it passes `num_samples`.
+        """
+        if not self.size.num_steps:
+            return num_samples // self.size.end
+        count, last = 0, min(self.size.num_samples, num_samples)
+        for run in self.runs():
+            begun = (last - run.first_sample) // run.batch.num_samples + 1
+            if run.num_iterations is None or begun <= run.num_iterations:
+                rest = num_samples - run.first_sample - begun * run.batch.num_samples
+                return count + begun + max(rest, 0) // self.size.end
+            count += run.num_iterations
+        raise AssertionError("the last run has no end")
+
     def spans(self, num_samples: int) -> Iterator[tuple[int, int, int]]:
         """Yield spans of the first samples with one sequence length: first sample, end, length."""
         begin, length = 0, self.length.at(0)

@@ -14,6 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.errors import UserError
 from megatron3d.metrics.journal import Journal
@@ -211,7 +212,7 @@ class MetricsWriter:
     """Reports a run that continues after `start_iteration` iterations; without a folder it writes no metrics.jsonl."""
 
     def __init__(self, folder: Path | None, config: Config, start_iteration: int = 0) -> None:
-        self._config = config
+        self._config, self._train_iters = config, RunSpec(config).train_iters
         self._sinks = build_sinks(config, folder, start_iteration)
         self._journal = None if folder is None else Journal(folder, start_iteration)
         self._start: Mapping[str, Any] | None = None
@@ -223,7 +224,7 @@ class MetricsWriter:
     def step(self, record: StepRecord, more: Mapping[str, Any] | None = None) -> None:
         """Report one step and further values `more`; the console shows its `timers` at `timing_log_level` 2."""
         more = dict(more or {})
-        print(step_line(record, self._config.train.train_iters, datetime.now()), flush=True)
+        print(step_line(record, self._train_iters, datetime.now()), flush=True)
         if self._config.logging.timing_log_level == 2:
             print("\n".join(timer_lines(more.get("timers", {}))), flush=True)
         self._write(record.row | more)

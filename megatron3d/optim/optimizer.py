@@ -1,4 +1,4 @@
-"""Learning rate by iteration, and the optimizer on flat buffers: its rule, gradient clipping and the loss scale."""
+"""Learning rate of each step, and the optimizer on flat buffers: its rule, gradient clipping and the loss scale."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
+from megatron3d.config.run_spec import LRPhases
 from megatron3d.config.schema import OptimizerConfig
 from megatron3d.errors import UserError
 from megatron3d.model.params import part_views
@@ -116,21 +117,19 @@ class Optimizer:
         return lambda tensor: [view for _, _, view in part_views(spec, tensor[where], mesh)]
 
 
-def learning_rate(config: OptimizerConfig, iteration: int, train_iters: int) -> float:
-    """Return the learning rate of `iteration` (counted from 1): linear warm-up, decay, then `min_lr`."""
-    warmup, end = config.lr_warmup_iters, config.lr_decay_iters or train_iters
-    if iteration <= warmup:
-        return config.lr * iteration / warmup
-    if iteration > end and config.lr_decay_style != "constant":
+def learning_rate(config: OptimizerConfig, phases: LRPhases, position: int) -> float:
+    """Return the learning rate at a position of the schedule (from 1): linear warm-up, decay, then `min_lr`."""
+    if position <= phases.warmup:
+        return config.lr * position / phases.warmup
+    if position > phases.end and config.lr_decay_style != "constant":
         return config.min_lr
-    progress = (iteration - warmup) / max(end - warmup, 1)
-    return _DECAY[config.lr_decay_style](config, progress, iteration, end)
+    progress = (position - phases.warmup) / max(phases.end - phases.warmup, 1)
+    return _DECAY[config.lr_decay_style](config, phases, progress, position)
 
 
-def _warmup_stable_decay(config: OptimizerConfig, progress: float, iteration: int, end: int) -> float:
+def _warmup_stable_decay(config: OptimizerConfig, phases: LRPhases, progress: float, position: int) -> float:
     """Return the constant rate, or in the last phase its decay to min_lr (Hu et al. 2024, arXiv:2404.06395)."""
-    phase = config.lr_wsd_decay_iters or max(end // 10, 1)
-    remaining = min((end - iteration) / phase, 1.0)
+    remaining = min((phases.end - position) / phases.wsd_decay, 1.0)
     return config.min_lr + (config.lr - config.min_lr) * _WSD_DECAY[config.lr_wsd_decay_style](remaining)
 
 
@@ -142,10 +141,10 @@ _WSD_DECAY: Mapping[str, Callable[[float], float]] = {
     "exponential": lambda left: 2 * 0.5 ** (1 - left) - 1,
     "minus_sqrt": lambda left: 1 - math.sqrt(1 - left),
 }
-_DECAY: Mapping[str, Callable[[OptimizerConfig, float, int, int], float]] = {
-    "constant": lambda c, progress, i, end: c.lr,
-    "linear": lambda c, progress, i, end: c.lr - (c.lr - c.min_lr) * progress,
-    "cosine": lambda c, progress, i, end: c.min_lr + (c.lr - c.min_lr) * (1 + math.cos(math.pi * progress)) / 2,
-    "inverse-square-root": lambda c, progress, i, end: max(c.lr * math.sqrt(max(c.lr_warmup_iters, 1) / i), c.min_lr),
+_DECAY: Mapping[str, Callable[[OptimizerConfig, LRPhases, float, int], float]] = {
+    "constant": lambda c, phases, progress, i: c.lr,
+    "linear": lambda c, phases, progress, i: c.lr - (c.lr - c.min_lr) * progress,
+    "cosine": lambda c, phases, progress, i: c.min_lr + (c.lr - c.min_lr) * (1 + math.cos(math.pi * progress)) / 2,
+    "inverse-square-root": lambda c, phases, progress, i: max(c.lr * math.sqrt(max(phases.warmup, 1) / i), c.min_lr),
     "WSD": _warmup_stable_decay,
 }

@@ -122,8 +122,8 @@ def first_documents(corpus: Corpus, packing: Packing) -> Starts | None:
 
 def print_data_plan(spec: RunSpec, corpus: Corpus) -> None:
     """Print the batch arithmetic, and how often the corpus is read."""
-    train, data = spec.config.train, spec.config.data
-    plan = corpus.train.describe(spec.batches.consumed_samples(train.train_iters), data.max_epochs)
+    num_samples = spec.batches.consumed_samples(spec.train_iters)
+    plan = corpus.train.describe(num_samples, spec.config.data.max_epochs)
     print("> " + "\n".join((batch_arithmetic(spec), *plan)).replace("\n", "\n> "), flush=True)
 
 

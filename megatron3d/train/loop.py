@@ -9,10 +9,10 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from megatron3d.config.schema import Config, TrainConfig
+from megatron3d.config.run_spec import RunSpec
+from megatron3d.config.schema import TrainConfig
 from megatron3d.errors import ExitCode
 from megatron3d.metrics.timers import BATCH, EVALUATE, SAVE
-from megatron3d.optim.optimizer import learning_rate
 from megatron3d.runtime.program import StopSignal
 from megatron3d.train.checkpointing import describe, source_of
 from megatron3d.train.monitor.monitor import Monitor
@@ -69,16 +69,16 @@ def train(run: Run, stop: StopSignal) -> int:
 
 
 def _train(run: Run, stop: StopSignal, stop_file: StopFile, collector: ManualGc) -> int:
-    config, state = run.config.train, run.state
+    config, state, train_iters = run.config.train, run.state, run.spec.train_iters
     job = job_of(run.spec, run.runtime.device)
     monitor = Monitor(run, job)
-    limits, rollbacks = ExitLimits(run.config), Rollbacks(run)
+    limits, rollbacks = ExitLimits(run.spec), Rollbacks(run)
     hold_update = run.saver.hold_update if run.saver else lambda: None
     stopping = False
     previous: Readout | None = None
 
     while True:
-        if stopping or state.iteration == config.train_iters:
+        if stopping or state.iteration == train_iters:
             if not rollbacks.after_last_step():
                 break
             monitor.restart()
@@ -90,7 +90,7 @@ def _train(run: Run, stop: StopSignal, stop_file: StopFile, collector: ManualGc)
         batch = run.batches.at(state.consumed_samples)
         with run.timers.observe(BATCH):
             microbatches = run.train_data.step(state.consumed_samples)
-        lr = learning_rate(run.config.optimizer, state.iteration + 1, config.train_iters)
+        lr = run.learning_rate(batch)
         stop_requested = stop.is_requested() or limits.is_time_up or stop_file.is_found
         with oom_report(job):
             settings, observer = run.step_settings(batch), monitor.begin_step()
@@ -127,7 +127,7 @@ def _train(run: Run, stop: StopSignal, stop_file: StopFile, collector: ManualGc)
 
     rollbacks.finish()
     save_last(run)
-    return ExitCode.STOPPED if state.iteration < config.train_iters else ExitCode.DONE
+    return ExitCode.STOPPED if state.iteration < train_iters else ExitCode.DONE
 
 
 def evaluate_and_compare(run: Run, monitor: Monitor) -> None:
@@ -245,11 +245,11 @@ def is_due(iteration: int, interval: int | None) -> bool:
 
 
 class ExitLimits:
-    """The limits of one launch: `train.train_iters`, `train.exit_interval` and `train.exit_duration_in_mins`."""
+    """The limits of one launch: the run's last iteration, `train.exit_interval` and `train.exit_duration_in_mins`."""
 
-    def __init__(self, config: Config) -> None:
-        minutes = config.train.exit_duration_in_mins
-        self._train_iters, self._exit_interval = config.train.train_iters, config.train.exit_interval
+    def __init__(self, spec: RunSpec) -> None:
+        minutes = spec.config.train.exit_duration_in_mins
+        self._train_iters, self._exit_interval = spec.train_iters, spec.config.train.exit_interval
         self._end_s = time.monotonic() + minutes * 60 if minutes else float("inf")
 
     @property

@@ -142,7 +142,7 @@ class Rollbacks:
         run = self._run
         if run.runtime.rank == 0 and self._num_skipped:
             print(f"> {self._num_skipped} of {self._num_read} steps had non-finite gradients, and updated nothing")
-        is_done = run.state.iteration == run.config.train.train_iters
+        is_done = run.state.iteration == run.spec.train_iters
         has_no_finite_step = 0 < self._num_read == self._num_nonfinite
         if is_done and has_no_finite_step and run.config.train.max_nonfinite_steps:
             self._fail()

@@ -18,6 +18,7 @@ from megatron3d.data.ramp_plan import Batch, Batches
 from megatron3d.hardware.devices import Peak
 from megatron3d.metrics import MetricsWriter
 from megatron3d.metrics.timers import Timers
+from megatron3d.optim.optimizer import learning_rate
 from megatron3d.runtime.process import Runtime
 from megatron3d.train.state import TrainState
 from megatron3d.train.step import StepSettings
@@ -73,6 +74,12 @@ class Run:
     def batches(self) -> Batches:
         """The global batch of every iteration."""
         return self.spec.batches
+
+    def learning_rate(self, batch: Batch) -> float:
+        """Return the learning rate of the next step, on `batch`."""
+        state, phases = self.state, self.spec.lr_phases
+        position = phases.position(state.iteration + 1, state.consumed_samples + batch.num_samples)
+        return learning_rate(self.config.optimizer, phases, position)
 
     def step_settings(self, batch: Batch) -> StepSettings:
         """Return the constants of a step on `batch`."""

@@ -80,7 +80,8 @@ def trace(
     routers = state.model.routers
     for step in range(1, num_steps + 1):
         batch, routers.choices = loader.step(state.consumed_samples), []
-        result = train_step(state, batch, learning_rate(config.optimizer, step, train.train_iters), settings)
+        position = spec.lr_phases.position(step, step * train.global_batch_size)
+        result = train_step(state, batch, learning_rate(config.optimizer, spec.lr_phases, position), settings)
         values |= _choices(routers.choices, f"of step {step}", comm)
         values |= {f"loss of step {step}": result.loss, f"gradient norm of step {step}": result.grad_norm}
         values |= {

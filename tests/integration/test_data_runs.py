@@ -108,6 +108,24 @@ def test_ramped_batches_are_the_same_with_and_without_a_restart(config: Path, tm
         assert one == pytest.approx(other, rel=1e-10)
 
 
+def test_a_run_of_samples_ends_and_warms_up_by_them_also_after_a_restart(config: Path, tmp_path: Path) -> None:
+    rates = ["optimizer.lr_warmup_iters=0", "optimizer.lr_warmup_fraction=0.5", "optimizer.lr_decay_samples=80"]
+    length = ["train.train_iters=null", "train.train_samples=90", "train.rampup_batch_size=[4,4,40]"]
+    whole = run(config, *in_run(f"{tmp_path}/whole"), *length, *rates, "optimizer.lr_decay_style=linear")
+    assert whole.code == ExitCode.DONE and "train_samples 90 = 9 iterations of 76 samples, 14 left over" in whole.out
+    parts = [*in_run(f"{tmp_path}/parts"), *length, *rates, "optimizer.lr_decay_style=linear"]
+    assert run(config, *parts, "train.exit_interval=5").code == ExitCode.STOPPED
+    ended = run(config, *parts)
+    assert ended.code == ExitCode.DONE and "the same command with train.train_samples=180" in ended.out
+    assert steps(tmp_path / "parts") == steps(tmp_path / "whole")
+    rows = [row for row in read_journal(tmp_path / "parts" / "metrics.jsonl") if "lm_loss" in row]
+    consumed = [4, 8, 12, 16, 24, 32, 44, 60, 76]
+    assert [row["consumed_samples"] for row in rows] == consumed
+    wanted = [0.01 * min(samples / 40, (80 - samples) / 40) for samples in consumed]
+    assert [row["learning_rate"] for row in rows] == pytest.approx(wanted)
+    assert rows[-1]["remaining_s"] == 0 < rows[-2]["remaining_s"]
+
+
 def test_a_streamed_dataset_continues_on_other_ranks(config: Path, tmp_path: Path, pool: Pool) -> None:
     lines = [json.dumps({"body": line}) + "\n" for line in inspect.getsource(textwrap).splitlines()]
     (tmp_path / "data").mkdir()

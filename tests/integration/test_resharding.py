@@ -125,7 +125,7 @@ def advance(config: Config, state: TrainState, num_steps: int) -> list[float]:
     settings = StepSettings(train.seed, train.global_batch_size * arch.seq_length, train.global_batch_size)
     numbers: list[float] = []
     for _ in range(num_steps):
-        lr = learning_rate(config.optimizer, state.iteration + 1, train.train_iters)
+        lr = learning_rate(config.optimizer, state.spec.lr_phases, state.iteration + 1)
         result = train_step(state, loader.step(state.consumed_samples), lr, settings)
         numbers += [result.loss.item(), result.grad_norm.item()]
     return numbers

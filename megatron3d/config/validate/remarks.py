@@ -55,7 +55,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "optimizer.lr_decay_style=WSD",
         lambda facts: facts.config.optimizer.lr_decay_style == "WSD",
-        ("optimizer.lr_wsd_decay_iters", "optimizer.lr_wsd_decay_style"),
+        _in("optimizer", "lr_wsd_decay_iters", "lr_wsd_decay_samples", "lr_wsd_decay_style"),
     ),
     Feature("checkpoint.save", lambda facts: facts.config.checkpoint.save is not None, _in("checkpoint", *SAVING)),
     Feature(
@@ -111,17 +111,22 @@ def remarks(facts: Facts) -> Iterator[str]:
 
 
 def _beyond_the_end(facts: Facts) -> Iterator[str]:
-    """Yield the keys whose iterations a short run does not reach."""
-    config, logging = facts.config, facts.config.logging
-    last, profiled = config.train.train_iters, (logging.profile_step_start,) if logging.profile else ()
+    """Yield the keys whose iterations, or samples, a short run does not reach."""
+    config, logging, spec = facts.config, facts.config.logging, facts.spec
+    last, profiled = spec.train_iters, (logging.profile_step_start,) if logging.profile else ()
+    by_samples = config.train.train_samples is not None
+    length = plain(config, "train.train_samples") if by_samples else f"train.train_iters={last}"
+    after = f", iteration {last}" * by_samples
     for key, iterations in (("trace_iterations", logging.trace_iterations), ("profile_step_start", profiled)):
         if late := [iteration for iteration in iterations if iteration > last]:
-            yield f"{facts.named(f'logging.{key}')}: the run ends at train.train_iters={last}, before {late[0]}"
-    optimizer = config.optimizer
-    warmup, phase = optimizer.lr_warmup_iters, optimizer.lr_wsd_decay_iters or 0
-    end = f"the run ends at train.train_iters={last}"
-    if warmup > last:
-        reached = f"{optimizer.lr * last / warmup:.3g} of {plain(config, 'optimizer.lr')}"
-        yield f"{facts.named('optimizer.lr_warmup_iters')}: {end}, when the learning rate is {reached}"
-    elif optimizer.lr_decay_style == "WSD" and optimizer.lr_decay_iters is None and phase > last - warmup:
-        yield f"{facts.named('optimizer.lr_wsd_decay_iters')}: {end}, so that only the last part of this phase is left"
+            yield f"{facts.named(f'logging.{key}')}: the run ends at {length}{after}, before {late[0]}"
+    optimizer, phases, unit = config.optimizer, spec.lr_phases, "samples" if by_samples else "iters"
+    final, end = config.train.train_samples or last, f"the run ends at {length}"
+    if phases.warmup > final:
+        reached = f"{optimizer.lr * final / phases.warmup:.3g} of {plain(config, 'optimizer.lr')}"
+        key = f"lr_warmup_{unit}" if optimizer.lr_warmup_fraction is None else "lr_warmup_fraction"
+        yield f"{facts.named(f'optimizer.{key}')}: {end}, when the learning rate is {reached}"
+    elif optimizer.lr_decay_style == "WSD" and getattr(optimizer, f"lr_decay_{unit}") is None:
+        key, phase = f"lr_wsd_decay_{unit}", getattr(optimizer, f"lr_wsd_decay_{unit}") or 0
+        if phase > final - phases.warmup:
+            yield f"{facts.named(f'optimizer.{key}')}: {end}, so that only the last part of this phase is left"

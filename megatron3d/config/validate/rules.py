@@ -149,20 +149,57 @@ def model_problems(facts: Facts) -> Iterator[str]:
 
 
 def schedule_problems(facts: Facts) -> Iterator[str]:
-    """Yield the problems of the learning-rate schedule; a run shorter than its phases is a remark."""
-    config, optimizer = facts.config, facts.config.optimizer
-    decay, warmup, phase = optimizer.lr_decay_iters, optimizer.lr_warmup_iters, optimizer.lr_wsd_decay_iters or 0
+    """Yield the problems of the run's length and learning-rate schedule; a run shorter than its phases is a remark."""
+    if units := list(_unit_problems(facts)):
+        yield from units
+        return
+    config, optimizer, phases = facts.config, facts.config.optimizer, facts.spec.lr_phases
+    unit, units_name = ("samples", "samples") if phases.counts_samples else ("iters", "iterations")
+    decay, phase = getattr(optimizer, f"lr_decay_{unit}"), getattr(optimizer, f"lr_wsd_decay_{unit}") or 0
+    warmup = optimizer.lr_warmup_samples if phases.counts_samples else optimizer.lr_warmup_iters
     if decay is not None and warmup > decay:
-        where = facts.named("optimizer.lr_warmup_iters")
-        yield f"{where}: more than optimizer.lr_decay_iters={decay}; use 0 to {decay}"
-    elif decay is not None and optimizer.lr_decay_style == "WSD" and phase > (rest := decay - warmup):
+        where = facts.named(f"optimizer.lr_warmup_{unit}")
+        yield f"{where}: more than optimizer.lr_decay_{unit}={decay}; use 0 to {decay}"
+    elif decay is not None and optimizer.lr_decay_style == "WSD" and phase > (rest := int(decay - phases.warmup)):
         yield (
-            f"{facts.named('optimizer.lr_wsd_decay_iters')}: more than the {rest} iterations that "
-            f"optimizer.lr_decay_iters={decay} leaves after lr_warmup_iters {warmup}; "
+            f"{facts.named(f'optimizer.lr_wsd_decay_{unit}')}: more than the {rest} {units_name} that "
+            f"optimizer.lr_decay_{unit}={decay} leaves after lr_warmup_{unit} {phases.warmup:g}; "
             f"use {one_of(sorted({min(rest, 1), rest}))}"
         )
     if optimizer.min_lr > optimizer.lr:
         yield f"{facts.named('optimizer.min_lr')}: more than {plain(config, 'optimizer.lr')}; use 0 to {optimizer.lr:g}"
+
+
+# Keys of the schedule in iterations, by that in samples.
+LR_KEYS = {f"lr_{phase}_samples": f"lr_{phase}_iters" for phase in ("warmup", "decay", "wsd_decay")}
+
+
+def _unit_problems(facts: Facts) -> Iterator[str]:
+    """Yield a message per key that contradicts the unit, iterations or samples, in which the run is counted."""
+    train, optimizer = facts.config.train, facts.config.optimizer
+    by_samples, batch = train.train_samples is not None, train.global_batch_size
+    if by_samples and train.train_iters is not None:
+        where, other = facts.named("train.train_samples"), facts.named("train.train_iters")
+        yield f"{where}: not used with {other}, since a run has one length; use null for one of the two"
+        return
+    has_wsd = optimizer.lr_decay_style == "WSD"  # else a remark says that its keys have no effect
+    for samples, iters in LR_KEYS.items():
+        wrong, right = (iters, samples) if by_samples else (samples, iters)
+        if facts.is_set(f"optimizer.{wrong}") and (has_wsd or "wsd" not in wrong):
+            value = getattr(optimizer, wrong)
+            use = value * batch if by_samples else -(-value // batch)
+            if by_samples:
+                why = f"the schedule counts samples, as {plain(facts.config, 'train.train_samples')} does"
+            else:
+                why = "the schedule counts iterations, since the run has no train.train_samples"
+            yield f"{facts.named(f'optimizer.{wrong}')}: {why}; use optimizer.{right}={use}"
+    warmup = "lr_warmup_samples" if by_samples else "lr_warmup_iters"
+    if optimizer.lr_warmup_fraction is not None and facts.is_set(f"optimizer.{warmup}"):
+        where, other = facts.named("optimizer.lr_warmup_fraction"), plain(facts.config, f"optimizer.{warmup}")
+        yield f"{where}: not used with {other}, since the warm-up has one length; leave one of the two out"
+    first = facts.spec.batches.at(0).num_samples
+    if train.train_samples is not None and train.train_samples < first:
+        yield f"{facts.named('train.train_samples')}: fewer than the {first} of one batch; use {first} or more"
 
 
 def unused_problems(facts: Facts) -> Iterator[str]:

@@ -239,7 +239,9 @@ def _groups_of(
 ) -> Iterator[LayoutGroup]:
     config = problem.config
     # A batch that no batch rule refuses, to check the rules of shapes alone.
-    train = config.train.model_copy(update={"global_batch_size": 64 * (problem.num_ranks // tensor.size)})
+    size, samples = 64 * (problem.num_ranks // tensor.size), config.train.train_samples
+    batch = {"global_batch_size": size, "train_samples": samples and max(samples, size)}
+    train = config.train.model_copy(update=batch)
     layout = LayoutChoice(tensor, micro_batch_size=64, context=context)
     if broken := check(layout.apply_to(config.model_copy(update={"train": train})), problem.num_ranks):
         rejected[reason_of(broken[0])] += 1

@@ -291,7 +291,7 @@ class Monitor:
                 grad_norm=grad_norm,
                 learning_rate=lr,
                 elapsed_ms=1000 * step_s,
-                remaining_s=full_step_s * (run.config.train.train_iters - state.iteration),
+                remaining_s=full_step_s * (run.spec.train_iters - state.iteration),
                 **asdict(self._throughput(full_step_s)),
                 pipeline_bubble=pipeline_bubble(ranks) if run.spec.parallel_state.pipeline_parallel_size > 1 else None,
                 peak_memory_bytes=int(ranks["peak"].max),

@@ -21,6 +21,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from megatron3d.comm.interface import Comm
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config, LoggingConfig
 from megatron3d.errors import UserError
 from megatron3d.metrics.timers import clock
@@ -53,7 +54,7 @@ class Profiler:
         self._has_memory_history = logging.record_memory_history
         is_selected = logging.profile and rank in logging.profile_ranks
         self._folder = Path(save) / PROFILES if save and is_selected else None
-        end = min(logging.profile_step_end, config.train.train_iters + 1)
+        end = min(logging.profile_step_end, RunSpec(config).train_iters + 1)
         self._iterations = range(logging.profile_step_start, end)
         self._profile: profile | None = None
 

@@ -267,14 +267,16 @@ def _lines(state: TrainState, peak: Peak | None, settings: Mapping[str, str]) ->
 
 def report_end(run: Run) -> Iterator[str]:
     """Yield what a run says when it has ended: where it is, what to do with it, and how to go on."""
-    iteration, last = run.state.iteration, run.config.train.train_iters
+    iteration, last = run.state.iteration, run.spec.train_iters
     load, save = run.config.checkpoint.load, run.config.checkpoint.save
     how = "complete" if iteration == last else "stopped"
     if save is None:
         yield f"{how} at iteration {iteration} of {last}; nothing was saved, since there is no checkpoint.save"
         return
     yield f"{how} at iteration {iteration} of {last}, saved in {save}"
-    more = [f"checkpoint.load={quote(save)}"] * (load is None) + [f"train.train_iters={2 * last}"] * (iteration == last)
+    samples = run.config.train.train_samples
+    longer = f"train.train_iters={2 * last}" if samples is None else f"train.train_samples={2 * samples}"
+    more = [f"checkpoint.load={quote(save)}"] * (load is None) + [longer] * (iteration == last)
     yield f"to go on: the same command{' with ' * bool(more)}{' '.join(more)}"
     yield f"to sample: python tools/generate.py --load {quote(save)}"
     yield f"to plot: python tools/plot_run.py {quote(save)} --output {quote(save + '/curves.png')}"
@@ -297,7 +299,7 @@ def run_metadata(
         "world_size": run.runtime.world_size,
         "mesh": dict(run.comm.mesh.axes),
         "ranks": {name: [rank for rank, at in enumerate(devices) if at == name] for name in dict.fromkeys(devices)},
-        "train_iters": run.config.train.train_iters,
+        "train_iters": run.spec.train_iters,
         "model": {**asdict(arch), "num_parameters": num_parameters(arch)},
         "work": asdict(work),
         "peak": None if peak is None else asdict(peak),

@@ -95,7 +95,7 @@ block_size: 64
         "use a list of whole numbers of at least 1, such as [2,2,2] or null",
         "model.window_size=[-1,0] (command line): not allowed; "
         "use a list of 2 whole numbers of at least 0, such as [127,0] or null",
-        f"train.train_iters=0 ({file}:12): not allowed; use a whole number of at least 1",
+        f"train.train_iters=0 ({file}:12): not allowed; use a whole number of at least 1 or null",
         f"train.seed=1.5 ({file}:11): a number is not allowed; use a whole number of at least 0",
         f"data.split=100 ({file}:16): a whole number is not allowed; use text such as 969,30,1",
         "optimizer.adam_beta1=1 (command line): not allowed; use a number of at least 0 and below 1",

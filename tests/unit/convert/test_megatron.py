@@ -135,9 +135,10 @@ def advance(config: Config, state: TrainState, num_steps: int) -> list[float]:
     micro, batch = train.micro_batch_size, train.global_batch_size
     loader = BatchLoader(samples, mesh, state.spec.mode.batch_axes, micro, batch, torch.device("cpu"))
     settings = StepSettings(train.seed, batch * arch.seq_length, batch)
-    losses = []
+    losses, phases = [], state.spec.lr_phases
     for _ in range(num_steps):
-        lr = learning_rate(config.optimizer, state.iteration + 1, train.train_iters)
+        position = phases.position(state.iteration + 1, state.consumed_samples + batch)
+        lr = learning_rate(config.optimizer, phases, position)
         losses.append(train_step(state, loader.step(state.consumed_samples), lr, settings).loss.item())
     return losses
 

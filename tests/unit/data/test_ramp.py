@@ -50,6 +50,22 @@ def test_closed_forms_of_a_ramp_equal_its_iterations(size: Ramp, length: Ramp, n
     assert len(lengths) == consumed and sum(lengths) == tokens
 
 
+def update_train_iters(ramp: Ramp, num_samples: int) -> int:
+    """Compute the iterations of a run of samples as Megatron-LM's function of this name does."""
+    if ramp.start == ramp.end:
+        return num_samples // ramp.end
+    iterations = consumed = 0
+    while consumed <= ramp.num_samples and consumed <= num_samples:
+        consumed += megatron(ramp, consumed)
+        iterations += 1
+    return iterations + max(num_samples - consumed, 0) // ramp.end
+
+
+@given(size=ramps(), length=ramps(), num_samples=st.integers(1, 600))
+def test_the_iterations_of_a_run_of_samples_are_megatrons(size: Ramp, length: Ramp, num_samples: int) -> None:
+    assert Batches(size, length).num_iterations(num_samples) == update_train_iters(size, num_samples)
+
+
 @settings(max_examples=20)
 @given(size=ramps(unit=12), length=ramps(), data_ranks=st.sampled_from([1, 2, 3]), micro=st.sampled_from([1, 2]))
 def test_the_ranks_read_every_sequence_once_in_batches_of_any_size(

@@ -15,13 +15,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from megatron3d.comm.process_comm import ProcessComm
-from megatron3d.config.schema import OptimizerConfig, TrainConfig
+from megatron3d.config.run_spec import RunSpec
+from megatron3d.config.schema import Config, OptimizerConfig, TrainConfig
 from megatron3d.errors import UserError
 from megatron3d.optim.optimizer import Optimizer, learning_rate
 from megatron3d.optim.precision import LossScale
 from megatron3d.parallel.layout import ParamSpec, Part
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.zero import Buffers
+from tests.support import megatron_core
 
 SHAPES = {"matrix": (5, 3), "bias": (5,), "other": (2, 4), "norm": (7,)}
 DECAYED = ("matrix", "other")
@@ -254,8 +256,9 @@ def test_apex_is_refused_where_it_is_not_installed() -> None:
 
 def rates(style: Any, iterations: list[int], **fields: Any) -> list[float]:
     values = {"lr": 1.0, "min_lr": 0.1, "lr_warmup_iters": 10, "lr_decay_iters": 110} | fields
-    config = OptimizerConfig(lr_decay_style=style, **values)
-    return [learning_rate(config, iteration, train_iters=500) for iteration in iterations]
+    config = Config(optimizer=OptimizerConfig(lr_decay_style=style, **values), train=TrainConfig(train_iters=500))
+    phases = RunSpec(config).lr_phases
+    return [learning_rate(config.optimizer, phases, iteration) for iteration in iterations]
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -295,6 +298,51 @@ def test_wsd_shapes_are_those_of_megatron(shape: str, iteration: int) -> None:
     }[shape]
     got = rates("WSD", [iteration], lr_wsd_decay_iters=20, lr_wsd_decay_style=shape)
     assert got == pytest.approx([0.1 + 0.9 * rest], abs=1e-12)
+
+
+SCHEDULES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"train_iters": 90}, {"lr_warmup_fraction": 0.123}),
+    ({"train_iters": 90}, {"lr_warmup_iters": 7, "lr_decay_iters": 80, "lr_wsd_decay_iters": 9}),
+    ({"train_samples": 1003}, {"lr_warmup_samples": 77, "lr_decay_samples": 901, "lr_wsd_decay_samples": 101}),
+    ({"train_samples": 1003, "rampup_batch_size": (2, 2, 300)}, {"lr_warmup_fraction": 0.2}),
+    ({"train_samples": 1003, "rampup_batch_size": (2, 2, 300)}, {"lr_warmup_samples": 50}),
+]
+
+
+@pytest.mark.parametrize("length,given_keys", SCHEDULES, ids=str)
+@pytest.mark.parametrize("style", STYLES)
+def test_rates_are_those_of_megatron_core(style: Any, length: dict[str, Any], given_keys: dict[str, Any]) -> None:
+    """Reference: OptimizerParamScheduler with steps as Megatron-LM's training sets them, resumed half-way.
+
+    Its rate after a step, which Megatron-LM uses for the next one, is that of the step here.
+    """
+    ours = OptimizerConfig(lr=1.0, min_lr=0.1, lr_decay_style=style, lr_wsd_decay_style="cosine", **given_keys)
+    config = Config(optimizer=ours, train=TrainConfig(global_batch_size=12, **length))
+    spec, group = RunSpec(config), {"max_lr": 1.0, "min_lr": 0.1, "lr_mult": 1.0, "wd_mult": 1.0}
+
+    def scheduler() -> Any:
+        unit, factor = ("samples", 1) if "train_samples" in length else ("iters", 12)
+        end = (given_keys.get(f"lr_decay_{unit}") or length[f"train_{unit}"]) * factor
+        fraction = given_keys.get("lr_warmup_fraction")
+        warmup = given_keys.get(f"lr_warmup_{unit}", 0) * factor if fraction is None else fraction * end
+        phase = (given_keys.get(f"lr_wsd_decay_{unit}") or end // factor // 10) * factor
+        optimizer = type("Optimizer", (), {"param_groups": [group]})()
+        kind = megatron_core.core("optimizer_param_scheduler").OptimizerParamScheduler
+        steps = {"wsd_decay_steps": phase, "lr_wsd_decay_style": "cosine"}
+        return kind(optimizer, 0.0, 1.0, 0.1, warmup, end, style, 0.1, 0.1, end, "constant", **steps)
+
+    consumed, theirs, found, wanted = 0, scheduler(), [], []
+    for iteration in range(1, spec.train_iters + 1):
+        if iteration == spec.train_iters // 2:
+            saved, theirs = theirs.state_dict(), scheduler()
+            theirs.load_state_dict(saved)
+        size = spec.batches.at(consumed).num_samples
+        consumed += size
+        theirs.step(size)
+        wanted.append(group["lr"])
+        found.append(learning_rate(ours, spec.lr_phases, spec.lr_phases.position(iteration, consumed)))
+    if style != "inverse-square-root" or spec.lr_phases.warmup:
+        assert found == pytest.approx(wanted, abs=1e-12)
 
 
 def test_nanogpts_schedule_has_both_ends_one_later() -> None:

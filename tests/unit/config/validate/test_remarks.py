@@ -30,6 +30,7 @@ VALUES: dict[str, Any] = {
     "parallel.expert_load_imbalance": 1.5,
     "parallel.moe_token_dispatcher_type": "alltoall",
     "optimizer.lr_wsd_decay_iters": 70,
+    "optimizer.lr_wsd_decay_samples": 70,
     "optimizer.lr_wsd_decay_style": "cosine",
     "checkpoint.save_interval": 4,
     "checkpoint.non_persistent_save_interval": 4,
@@ -103,6 +104,14 @@ def test_a_short_trial_of_a_long_run_is_no_problem() -> None:
     ]
     assert said({"optimizer": {"lr_decay_style": "WSD", "lr_warmup_iters": 4, "lr_wsd_decay_iters": 7}}) == [
         f"optimizer.lr_wsd_decay_iters=7: {end}, so that only the last part of this phase is left"
+    ]
+    samples = {"train": {"train_iters": None, "train_samples": 90}}
+    assert said({**samples, "optimizer": {"lr_warmup_fraction": 0.5, "lr_decay_samples": 360, "lr": 0.1}}) == [
+        "optimizer.lr_warmup_fraction=0.5: the run ends at train.train_samples=90, when the learning rate is 0.05 of "
+        "optimizer.lr=0.1"
+    ]
+    assert said({**samples, "logging": {"trace_iterations": [12]}, "checkpoint": {"save": "x"}}) == [
+        "logging.trace_iterations=[12]: the run ends at train.train_samples=90, iteration 11, before 12"
     ]
     logging = {"trace_iterations": [3, 12], "profile": True, "profile_step_start": 11, "profile_step_end": 13}
     assert said({"logging": logging, "checkpoint": {"save": "x"}}) == [

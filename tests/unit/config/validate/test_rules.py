@@ -55,6 +55,43 @@ BROKEN = [
         "lr_warmup_iters 4; use 1 or 6",
     ),
     (
+        {"train": {"train_samples": 800}},
+        1,
+        "train.train_samples=800: not used with train.train_iters=10, since a run has one length; use null for one of "
+        "the two",
+    ),
+    (
+        {"optimizer": {"lr_warmup_iters": 5}, "train": {"train_samples": 800, "train_iters": None}},
+        1,
+        "optimizer.lr_warmup_iters=5: the schedule counts samples, as train.train_samples=800 does; use "
+        "optimizer.lr_warmup_samples=40",
+    ),
+    (
+        {"optimizer": {"lr_decay_samples": 41}},
+        1,
+        "optimizer.lr_decay_samples=41: the schedule counts iterations, since the run has no train.train_samples; use "
+        "optimizer.lr_decay_iters=6",
+    ),
+    (
+        {"optimizer": {"lr_warmup_fraction": 0.1, "lr_warmup_iters": 5}},
+        1,
+        "optimizer.lr_warmup_fraction=0.1: not used with optimizer.lr_warmup_iters=5, since the warm-up has one "
+        "length; leave one of the two out",
+    ),
+    (
+        {"train": {"train_samples": 7, "train_iters": None}},
+        1,
+        "train.train_samples=7: fewer than the 8 of one batch; use 8 or more",
+    ),
+    (
+        {
+            "train": {"train_samples": 800, "train_iters": None},
+            "optimizer": {"lr_warmup_samples": 11, "lr_decay_samples": 10},
+        },
+        1,
+        "optimizer.lr_warmup_samples=11: more than optimizer.lr_decay_samples=10; use 0 to 10",
+    ),
+    (
         {"optimizer": {"lr_warmup_iters": 11, "lr_decay_iters": 10}},
         1,
         "optimizer.lr_warmup_iters=11: more than optimizer.lr_decay_iters=10; use 0 to 10",
