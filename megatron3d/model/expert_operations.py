@@ -27,7 +27,7 @@ from megatron3d.experts.plan import (
 from megatron3d.model.linear_spec import SHARED_FC1, SHARED_FC2
 from megatron3d.model.local_sizes import LocalSizes
 from megatron3d.model.operation import INDEX, LocalGemm, MemoryKernel, Operation, Stored, mlp_operations
-from megatron3d.model.spec import MLP_ACT
+from megatron3d.model.spec import MOE, MOE_ACT, SHARED_EXPERTS
 from megatron3d.parallel.matmul_plan import Traffic, ring
 from megatron3d.parallel.mesh import Axes
 from megatron3d.parallel.modes.mode import ALLGATHER
@@ -47,7 +47,7 @@ def expert_operations(local: LocalSizes, experts: Experts, x: Stored) -> list[Op
     parts, count = 2 if local.is_gated else 1, experts.num_experts // local.mesh.size(local.mode.experts)
     collect = list(_back_to_residual(local))
     spread = [call for call in collect if call.axes == local.mesh.nontrivial(local.mode.residual[1])]
-    whole = Operation(name="mlp.whole_rows", sent=spread, sent_back=collect)
+    whole = Operation(name="mlp.whole_rows", reads=(x,), sent=spread, sent_back=collect)
     each = rows / count
     one = hidden * parts * ffn * (size < local.wide)  # dW of an expert, before it is added in fp32
     fc1 = Operation(
@@ -65,7 +65,7 @@ def expert_operations(local: LocalSizes, experts: Experts, x: Stored) -> list[Op
         reads=(fc1.output,),
         writes=(Stored(EXPERT_FC2, "input", rows * ffn * size),),
         saves=(fc1.output, Stored(ACTIVATION, "weights of rows", rows * local.wide)),
-        module=MLP_ACT,
+        module=MOE_ACT,
         kernels=(MemoryKernel("activation", rows * ffn * (1.5 if local.is_gated else 1)),),
         peaks=_gradients(local, ACTIVATION, (6 if local.is_gated else 3) * rows * ffn),
     )
@@ -89,7 +89,10 @@ def expert_operations(local: LocalSizes, experts: Experts, x: Stored) -> list[Op
     gate = _shared_gate(local, x, spread, collect) if experts.has_shared_gate else ()
     last = Operation(name="mlp.residual", sent=collect, sent_back=spread)
     computed = [*_padding(local, rows), fc1, between, fc2]
-    return [whole, _router(local, experts, x), *there, *shared, *computed, *back, outer.returned(), *gate, last]
+    shared = [replace(operation, within=(SHARED_EXPERTS, MOE)) for operation in shared]
+    found = [whole, _router(local, experts, x), *there, *shared, *computed, *back, outer.returned(), *gate, last]
+    end = 1 + max(place for place, operation in enumerate(found) if operation.saves)  # where recomputation stops
+    return [replace(operation, within=operation.within or (MOE,)) for operation in found[:end]] + found[end:]
 
 
 def _padding(local: LocalSizes, rows: int) -> Iterator[Operation]:

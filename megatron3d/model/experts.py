@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -46,8 +47,8 @@ from megatron3d.experts.rows import Groups, padded_to
 from megatron3d.model.linear_spec import SHARED_FC1, SHARED_FC2
 from megatron3d.model.microbatch import Pass
 from megatron3d.model.modules import ACTIVATIONS, MLP, Build
-from megatron3d.model.spec import MLP_ACT
-from megatron3d.ops.recompute import recompute_from_input
+from megatron3d.model.spec import MOE, MOE_ACT, SHARED_EXPERTS
+from megatron3d.ops.recompute import KeptResults, recompute_from_input, recomputed
 from megatron3d.ops.relayout import TokenRelayout
 
 
@@ -105,7 +106,7 @@ class ExpertMLP(nn.Module):
         self.activation = ACTIVATIONS[build.arch.activation]
         self.fc1 = ExpertLinear(f"{name}.fc1", num_experts, build)
         self.fc2 = ExpertLinear(f"{name}.fc2", num_experts, build)
-        self.recomputes_activation = build.recompute.recomputes(MLP_ACT)
+        self.recomputes_activation = build.recompute.recomputes(MOE_ACT, (MOE,))
 
     def forward(self, x_RH: Tensor, weights_R: Tensor, rows: Groups) -> Tensor:
         def weighted(y_RF: Tensor) -> Tensor:
@@ -236,13 +237,21 @@ class MoE(nn.Module):
         self.etensor = build.live(build.mode.etensor)
         self.ranks = ExpertRanks(experts.num_experts, build.live(build.mode.experts), build.comm)
         self.relayout = TokenRelayout(build.mode.residual, build.mode.copies, build.comm)
-        self.shared_experts = MLP(layer, build, SHARED_FC1, SHARED_FC2) if experts.shared_ffn_hidden_size else None
+        has_shared, within = bool(experts.shared_ffn_hidden_size), (SHARED_EXPERTS, MOE)
+        self.shared_experts = MLP(layer, build, SHARED_FC1, SHARED_FC2, within) if has_shared else None
+        self.recomputes_all = build.recompute.recomputes(MOE)
         self.shared_gate = SharedGate(f"{name}.shared_gate", build) if experts.has_shared_gate else None
         self.router = Router(f"{name}.router", experts, build)
         self.num_sharing = build.comm.mesh.size(build.live(sharing_axes(build.mode)))
         self.experts = ExpertMLP(f"{name}.experts", self.ranks.num_local, build)
 
     def forward(self, x_MH: Tensor, at: Pass) -> Tensor:
+        if self.recomputes_all:
+            return recomputed(self.mixture, x_MH, replace(at, kept=KeptResults()))
+        return self.mixture(x_MH, at)
+
+    def mixture(self, x_MH: Tensor, at: Pass) -> Tensor:
+        """Return the sum of each token's experts [M, H], and of the shared ones."""
         home_MH = self.relayout.to_rows(x_MH)
         routes, once = self.router(home_MH, at), partial(at.once, f"{self.router.name}.rows")
         shared_by = self.etensor, self.relayout.comm

@@ -11,7 +11,7 @@ Letters: M tokens, K input and N output features, H hidden, F inner features.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -200,22 +200,31 @@ ACTIVATIONS: Mapping[str, Callable[..., Tensor]] = {
 
 
 class MLP(nn.Module):
-    """MLP [M, H] -> [M, H]: up (and gate) projection, activation, down projection."""
+    """MLP [M, H] -> [M, H]: up (and gate) projection, activation, down projection.
 
-    def __init__(self, layer: str, build: Build, fc1: str = FC1, fc2: str = FC2) -> None:
+    Args:
+        within: modules of activation recomputation that it is a part of; the first one is the whole MLP.
+    """
+
+    def __init__(self, layer: str, build: Build, fc1: str = FC1, fc2: str = FC2, within: Sequence[str] = ()) -> None:
         super().__init__()
         self.function, self.param_names = ACTIVATIONS[build.arch.activation], tuple(build.arch.activation_params)
         self.fc1 = Linear(layer, fc1, build)
         for name in self.param_names:
             self.register_parameter(name, build.param(f"{layer}.mlp.{name}"))
         self.fc2 = Linear(layer, fc2, build)
-        self.recomputes_activation = build.recompute.recomputes(MLP_ACT)
+        self.recomputes_all = any(build.recompute.recomputes(each, within[1:]) for each in within[:1])
+        self.recomputes_activation = build.recompute.recomputes(MLP_ACT, within)
 
     def activation(self, y_MF: Tensor) -> Tensor:
         """Return the activation of the features, with its parameters."""
         return self.function(y_MF, *map(self.get_parameter, self.param_names))
 
     def forward(self, x_MH: Tensor, at: Pass) -> Tensor:
+        return recomputed(self.compute, x_MH) if self.recomputes_all else self.compute(x_MH)
+
+    def compute(self, x_MH: Tensor) -> Tensor:
+        """Return the output [M, H] of the down projection."""
         y_MF = self.fc1(x_MH)
         if self.recomputes_activation and torch.compiler.is_compiling():  # no hook is part of a graph
             y_MH: Tensor = self.fc2(recomputed(self.activation, y_MF))

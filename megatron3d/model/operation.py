@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from megatron3d.model.linear_spec import FC1, FC2, KV_UP, Q_UP, linear_size
 from megatron3d.model.local_sizes import LocalMatmul, LocalSizes
-from megatron3d.model.spec import MLA_UP_PROJ, MLP_ACT
+from megatron3d.model.spec import MLA_UP_PROJ, MLP_ACT, MOE_ACT
 from megatron3d.model.workspaces import linear_backward, linear_forward, linear_wgrad, reduced_later
 from megatron3d.parallel.matmul_plan import Traffic, ring
 from megatron3d.parallel.mesh import Axes
@@ -85,7 +85,8 @@ class Operation:
         name: path of its module.
         saves: storages that its backward needs.
         once: what forward finds and the recomputation of a whole layer does not find again.
-        module: module that activation recomputation may choose, which this is a part of.
+        module: module that activation recomputation may choose, which this is a part of; `within`: larger ones, of
+            which forward finds `once` what recomputation does not find again.
         result: what is kept where its module is recomputed, which leaves it out; None: it is recomputed as well.
         moves: bytes of further memory-bound kernels.
         matmul, has_bias: its linear.
@@ -111,6 +112,7 @@ class Operation:
     saves: Sequence[Stored] = ()
     once: Sequence[Stored] = ()
     module: str | None = None
+    within: Sequence[str] = ()
     result: Sequence[Stored] | None = None
     kernels: Sequence[MemoryKernel] = ()
     moves: Sequence[KernelBytes] = ()
@@ -146,16 +148,24 @@ class Operation:
 
     def sent_again(self, modules: Collection[object]) -> Sequence[Traffic]:
         """Return the collectives of its recomputation, with one of these modules or, if there are none, its layer."""
-        found = self.sent_in_module if modules else self.sent_in_layer
+        found = self.sent_in_module if modules and not self.is_within(modules) else self.sent_in_layer
         return self.sent if found is None else found
 
     def flops_again(self, modules: Collection[object]) -> int:
         """Return the FLOPs of its recomputation, with one of these modules or, if there are none, its layer."""
         return self.flops_in_module if modules and self.flops_in_module is not None else self.flops
 
+    def is_within(self, modules: Collection[object]) -> bool:
+        """Return whether it is a part of one of these modules that is larger than its own."""
+        return any(each in modules for each in self.within)
+
+    def module_again(self, modules: Collection[object]) -> str | None:
+        """Return which of these modules it is recomputed with: one that is larger than its own, or that."""
+        return next((each for each in self.within if each in modules), self.module if self.module in modules else None)
+
     def is_again(self, modules: Collection[object]) -> bool:
         """Return whether it is recomputed where these modules are."""
-        return self.module in modules and self.result is None
+        return (self.module in modules and self.result is None) or self.is_within(modules)
 
 
 def kept_by(operations: Sequence[Operation], modules: Collection[object] = ()) -> list[tuple[Operation, list[Stored]]]:
@@ -164,16 +174,17 @@ def kept_by(operations: Sequence[Operation], modules: Collection[object] = ()) -
     A module that is recomputed keeps what it reads from outside, and its output where a linear outside saves it; the
     activation's output is made again for fc2 alone, and autograd keeps what it saves itself.
     """
-    whole = {MLP_ACT}.intersection(modules)
-    inner = {each for each in modules if each != MLP_ACT}
+    whole = {MLP_ACT, MOE_ACT}.intersection(modules)
+    inner = {each for each in modules if each not in whole}
     again = [each for each in operations if each.is_again(inner)]
     made = {stored[:2] for each in again for stored in each.writes}
-    outputs = {each.output[:2] for each in operations if each.module in whole}
+    outputs = {each.output[:2] for each in operations if each.module in whole and not each.is_within(inner)}
     found: list[tuple[Operation, list[Stored]]] = []
     seen: set[tuple[str, str]] = set()
     for each in operations:
         if each.is_again(inner):
             saves = [stored for stored in each.reads if stored[:2] not in made]
+            saves += each.once if each.is_within(inner) else ()
         elif each.module in inner:
             saves = list(each.result or ())
         elif each.module in whole:

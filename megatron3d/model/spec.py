@@ -6,7 +6,8 @@ depend on the division into stages; this is the one place that reads the keys wh
 Activation recomputation is as Megatron defines it (Korthikanti et al. 2022, arXiv:2205.05198):
 
 selective   some modules of every layer: "core_attn" from the output of qkv to the input of proj, "mlp_act" from the
-            output of fc1 to the input of fc2; with "core_attn", "mla_up_proj" from the latents of attention on
+            output of fc1 to the input of fc2, that of experts included, which "moe_act" is alone; "shared_experts";
+            "moe", a whole mixture of experts; with "core_attn", "mla_up_proj" from the latents of attention on
 full        whole layers, of which only the input is saved: all of a stage in runs of `num_layers` ("uniform"), or
             the first `num_layers` of each stage one by one ("block"); "uniform" includes multi-token prediction
 
@@ -29,7 +30,9 @@ from megatron3d.experts.plan import GLOBAL, Balance, Experts
 from megatron3d.model.option_table import ActivationName, ModelOptions, NormName, PositionName
 
 GRANULARITIES = ("none", "selective", "full")
-CORE_ATTN, MLP_ACT, MLA_UP_PROJ = MODULES = ("core_attn", "mlp_act", "mla_up_proj")
+CORE_ATTN, MLP_ACT, MLA_UP_PROJ, MOE_ACT, SHARED_EXPERTS, MOE = MODULES = (
+    *("core_attn", "mlp_act", "mla_up_proj", "moe_act", "shared_experts", "moe"),
+)
 UNIFORM, BLOCK = METHODS = ("uniform", "block")
 
 
@@ -56,9 +59,16 @@ class Recompute:
         assert self.modules <= set(MODULES), f"modules {set(self.modules)} are not all among {MODULES}"
         assert self.method in METHODS, f"method {self.method} is none of {METHODS}"
 
-    def recomputes(self, module: str) -> bool:
-        """Return whether a module of each layer is recomputed on its own."""
-        return self.granularity == "selective" and module in self.modules
+    @property
+    def chosen(self) -> frozenset[str]:
+        """Modules that each layer recomputes on its own; "mlp_act" has always been the activation of experts too."""
+        if self.granularity != "selective":
+            return frozenset()
+        return self.modules | {MOE_ACT} if MLP_ACT in self.modules else self.modules
+
+    def recomputes(self, module: str, within: Iterable[str] = ()) -> bool:
+        """Return whether a module of each layer is recomputed on its own, and no larger one `within` which it is."""
+        return module in self.chosen and self.chosen.isdisjoint(within)
 
     @property
     def recomputes_ahead(self) -> bool:

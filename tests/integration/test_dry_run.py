@@ -206,6 +206,10 @@ def test_zero_3_gathers_all_but_the_last_two_layers_recomputed_together_again(to
 
 
 EXCHANGE = {"moe_token_dispatcher_type": "alltoall"}
+OF_EXPERTS = {
+    "moe": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+    "parts": {"recompute_granularity": "selective", "recompute_modules": ["moe_act", "shared_experts"]},
+}
 
 
 @pytest.mark.parametrize(
@@ -224,11 +228,18 @@ EXCHANGE = {"moe_token_dispatcher_type": "alltoall"}
             {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2, "expert_model_parallel_size": 2},
             "block",
         ),
+        ({"tensor_model_parallel_size": 2, "expert_model_parallel_size": 4, **EXCHANGE}, "moe"),
+        ({"tensor_parallel_mode": "3d", "tensor_model_parallel_size": 4, "expert_model_parallel_size": 4}, "moe"),
+        ({"pipeline_model_parallel_size": 2, "expert_tensor_parallel_size": 2}, "moe"),
+        ({"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-h1"}, "parts"),
+        ({"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, **EXCHANGE, "zero_stage": 3}, "parts"),
     ],
 )
 def test_experts(parallel: dict[str, Any], recompute: str | None) -> None:
     """Check the relayout to whole rows, counts of sequences, and the GEMMs of balanced experts."""
-    config = configure("experts", parallel, 4, global_batch_size=32, **RECOMPUTATIONS.get(recompute or "", {}))
+    config = configure(
+        "experts", parallel, 4, global_batch_size=32, **(RECOMPUTATIONS | OF_EXPERTS).get(recompute or "", {})
+    )
     assert problems(config, 4, (0, 3)) == []
 
 

@@ -109,6 +109,10 @@ RECOMPUTATIONS: tuple[dict[str, Any], ...] = (
     {},
     {"recompute_granularity": "full"},
     {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "mlp_act")},
+    {"recompute_granularity": "selective", "recompute_modules": ("moe",)},
+    {"recompute_granularity": "selective", "recompute_modules": ("moe_act", "shared_experts")},
+    {"recompute_granularity": "selective", "recompute_modules": ("mlp_act", "shared_experts")},
+    {"recompute_granularity": "selective", "recompute_modules": ("mlp_act", "moe")},
 )
 
 

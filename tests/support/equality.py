@@ -291,6 +291,13 @@ RECOMPUTATIONS: Mapping[str, dict[str, Any]] = {
     },
     "first layer": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
 }
+# Of models with experts, and with shared ones.
+OF_EXPERTS: Mapping[str, dict[str, Any]] = {
+    "mixture of experts": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+}
+OF_SHARED: Mapping[str, dict[str, Any]] = {
+    "parts of a mixture": {"recompute_granularity": "selective", "recompute_modules": ["moe_act", "shared_experts"]},
+}
 NO_OVERLAP = {f"tp_comm_overlap_{what}": False for what in ("input_grad", "weight_grad", "weight_gather")}
 OVERLAPS: Mapping[str, dict[str, Any]] = {
     "all": {},

@@ -34,6 +34,8 @@ from tests.support.equality import (
     FORMS,
     MODELS,
     NUM_RANKS,
+    OF_EXPERTS,
+    OF_SHARED,
     OVERLAPS,
     RECOMPUTATIONS,
     SCHEDULES_WITH_STAGES,
@@ -69,6 +71,10 @@ DENSE, WHOLE, ON_TENSOR, BEYOND_TENSOR, SPLIT, BOTH_FOLDED = FOLDINGS = (
 )
 DISTRIBUTED = frozenset({ON_TENSOR, BEYOND_TENSOR, BOTH_FOLDED})
 WITH_EXPERTS = frozenset(name for name, keys in MODELS.items() if "num_moe_experts" in keys)
+WITH_SHARED = frozenset(name for name, keys in MODELS.items() if "moe_shared_expert_intermediate_size" in keys)
+# Models that have the modules of a recomputation; all have those of others.
+WITH_MODULES = dict.fromkeys(OF_EXPERTS, WITH_EXPERTS) | dict.fromkeys(OF_SHARED, WITH_SHARED)
+ALL_RECOMPUTATIONS = {**RECOMPUTATIONS, **OF_EXPERTS, **OF_SHARED}
 
 FACTORS: dict[str, Sequence[Any]] = {
     "shape": [(1,), *(shape for size in (2, 4, 8) for num_axes in (1, 2, 3) for shape in shapes(num_axes, size))],
@@ -86,7 +92,7 @@ FACTORS: dict[str, Sequence[Any]] = {
     "overlap": list(OVERLAPS),
     "layers": ["by cost", "none on the first stage", "random", "none on the last stage"],
     "batch": range(len(BATCHES)),
-    "recompute": list(RECOMPUTATIONS),
+    "recompute": list(ALL_RECOMPUTATIONS),
     "documents": list(DOCUMENTS),
 }
 # Factors that a folding meets, and a dispatcher.
@@ -168,6 +174,7 @@ RULES = [
     Rule(("form", "shape", "overlap"), has_overlap),
     Rule(("form", "shape", "pipeline ranks", "data ranks", "batch"), has_batch),
     Rule(("model", "folding"), lambda model, folding: (model in WITH_EXPERTS) == (folding != DENSE)),
+    Rule(("model", "recompute"), lambda model, recompute: model in WITH_MODULES.get(recompute, MODELS)),
     Rule(("folding", "dispatcher"), lambda folding, by: (folding in DISTRIBUTED) == (by is not None)),
     Rule(("form", "shape", "data ranks", "context ranks", "folding"), has_folding),
 ]
@@ -283,7 +290,7 @@ def build(row: Row, folder: Path) -> Case:
     tensor = tensor_keys(row["form"], row["shape"]) | context_keys(row["context ranks"], row["exchange"])
     num_inner = math.prod(row["shape"]) * row["data ranks"] * row["context ranks"]
     alone = small_batches(row["model"], tensor, num_inner, BATCHES[row["batch"]], least=2 if ranks == 1 else 3)
-    train = alone.train.model_dump(exclude_defaults=True) | RECOMPUTATIONS[row["recompute"]]
+    train = alone.train.model_dump(exclude_defaults=True) | ALL_RECOMPUTATIONS[row["recompute"]]
     parallel = tensor | OVERLAPS[row["overlap"]] | {"zero_stage": row["ZeRO"]} | balancer_keys(row)
     parallel["num_distributed_optimizer_instances"] = row["replicas"]
     model = {**MODELS[row["model"]], "num_layers": DEPTHS[ranks]}

@@ -10,7 +10,7 @@ from megatron3d.config.model_defaults import LATENT_KEYS, ROTARY_KEYS
 from megatron3d.config.read import one_of
 from megatron3d.config.validate.facts import Facts, describe_mode, near_divisors, near_multiples, plain
 from megatron3d.experts.plan import expert_sizes, stage_axes
-from megatron3d.model.spec import CORE_ATTN, MLA_UP_PROJ, attention_kinds
+from megatron3d.model.spec import CORE_ATTN, MLA_UP_PROJ, MOE, MOE_ACT, SHARED_EXPERTS, attention_kinds
 from megatron3d.parallel.mesh import Sizes
 from megatron3d.parallel.modes.mode import Mode
 
@@ -155,15 +155,22 @@ def latent_problems(facts: Facts) -> Iterator[str]:
 
 
 def _recompute_problems(facts: Facts) -> Iterator[str]:
-    """Yield a message for up projections of latents that are recomputed without them, or without their attention."""
-    modules = facts.config.train.recompute_modules or ()
-    if MLA_UP_PROJ not in modules:
-        return
-    where = facts.named("train.recompute_modules")
-    if not facts.config.model.multi_latent_attention:
-        rest = ",".join(each for each in modules if each != MLA_UP_PROJ)
-        yield f"{where}: {MLA_UP_PROJ} is a part of latent attention only; use {f'[{rest}]' if rest else 'null'}"
-    elif CORE_ATTN not in modules:
+    """Yield a message for modules that the model does not have, or that are recomputed without, or within, others."""
+    modules, experts = facts.config.train.recompute_modules or (), facts.arch.experts
+    where, is_latent = facts.named("train.recompute_modules"), facts.config.model.multi_latent_attention
+    owners = {
+        MLA_UP_PROJ: ("latent attention", is_latent),
+        MOE_ACT: ("a mixture of experts", experts is not None),
+        MOE: ("a mixture of experts", experts is not None),
+        SHARED_EXPERTS: ("a mixture with shared experts", experts is not None and experts.shared_ffn_hidden_size > 0),
+    }
+    for module, owner in ((each, owners[each][0]) for each in modules if each in owners and not owners[each][1]):
+        rest = ",".join(each for each in modules if each != module)
+        yield f"{where}: {module} is a part of {owner} only; use {f'[{rest}]' if rest else 'null'}"
+    if MOE in modules and (inner := [each for each in (MOE_ACT, SHARED_EXPERTS) if each in modules]):
+        use = ",".join(each for each in modules if each not in inner)
+        yield f"{where}: {MOE} is recomputed with {' and '.join(inner)}, which are parts of it; use [{use}]"
+    if MLA_UP_PROJ in modules and is_latent and CORE_ATTN not in modules:
         use = ",".join((CORE_ATTN, *modules))
         yield f"{where}: {MLA_UP_PROJ} is recomputed together with the attention after it; use [{use}]"
 

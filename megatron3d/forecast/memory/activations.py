@@ -28,7 +28,7 @@ def total_bytes(items: Iterable[Stored]) -> int:
 
 def modules_of(local: LocalSizes) -> frozenset[str]:
     """Return the modules that each layer recomputes on its own."""
-    return local.recompute.modules if local.recompute.granularity == "selective" else frozenset()
+    return local.recompute.chosen
 
 
 def _kept(operations: Sequence[Operation], modules: Collection[object] = ()) -> tuple[Stored, ...]:

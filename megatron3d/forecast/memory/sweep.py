@@ -24,7 +24,7 @@ from megatron3d.forecast.memory.step_spec import StepSpec
 from megatron3d.model.local_sizes import LocalSizes
 from megatron3d.model.operation import Operation, kept_by
 from megatron3d.model.operations import ahead_operations, embedding_operations, head_operations, layer_operations
-from megatron3d.model.spec import MLP_ACT
+from megatron3d.model.spec import MLP_ACT, MOE_ACT
 from megatron3d.model.stage_plan import Stage
 from megatron3d.parallel.mesh import DATA
 from megatron3d.pipeline.actions import COMPUTATIONS, RECEIVES, SENDS, Action, ActionKind, stage_to_rank
@@ -90,10 +90,11 @@ def backward_events(site: Site, defers: bool = False) -> Events:
     kept_before = {stored[:2] for _, kept in listed for stored in kept}
     begun, dead = set[str | None](), set[tuple[str, str]]()
     for (each, kept), (_, everything) in zip(reversed(listed), reversed(whole), strict=True):
-        inside = [everything]
-        if each.module in site.modules and each.module != MLP_ACT:
-            inside = [] if each.module in begun else [found for other, found in whole if other.module == each.module]
-            begun.add(each.module)
+        inside, module = [everything], each.module_again(site.modules)
+        if module is not None and module not in (MLP_ACT, MOE_ACT):
+            alike = (found for other, found in whole if other.module_again(site.modules) == module)
+            inside = [] if module in begun else [*alike]
+            begun.add(module)
         births = total_bytes(stored for found in inside for stored in found if stored[:2] not in kept_before)
         mine = {stored[:2]: stored for stored in (*everything, *kept) if stored[:2] not in dead}
         dead |= mine.keys()

@@ -68,6 +68,14 @@ def test_up_projections_are_recomputed_with_latent_attention_only() -> None:
 
     plain = {"hidden_size": 64}
     assert found(LATENT, "core_attn", "mla_up_proj") == []
+    (without,) = found(LATENT, "moe", "mlp_act")
+    assert "moe is a part of a mixture of experts only; use [mlp_act]" in without
+    mixture = {"hidden_size": 64, "num_moe_experts": 4}
+    assert found(mixture, "moe_act", "mlp_act") == found(mixture, "moe", "mlp_act") == []
+    (alone,) = found(mixture, "shared_experts")
+    assert "shared_experts is a part of a mixture with shared experts only; use null" in alone
+    (both,) = found({**mixture, "moe_shared_expert_intermediate_size": 8}, "moe", "shared_experts", "moe_act")
+    assert "moe is recomputed with moe_act and shared_experts, which are parts of it; use [moe]" in both
     (alone,) = found(LATENT, "mla_up_proj", "mlp_act")
     assert "together with the attention after it; use [core_attn,mla_up_proj,mlp_act]" in alone
     for modules, use in ((("mla_up_proj",), "null"), (("mlp_act", "mla_up_proj"), "[mlp_act]")):

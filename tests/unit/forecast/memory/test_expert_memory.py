@@ -52,6 +52,8 @@ SHARED = {"moe_shared_expert_intermediate_size": 48, "moe_shared_expert_gate": T
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
     "mlp_act": {"recompute_granularity": "selective", "recompute_modules": ("mlp_act",)},
+    "moe_act": {"recompute_granularity": "selective", "recompute_modules": ("moe_act",)},
+    "moe": {"recompute_granularity": "selective", "recompute_modules": ("moe",)},
     "full": {"recompute_granularity": "full"},
 }
 
@@ -103,7 +105,8 @@ EXCHANGES: tuple[dict[str, Any], ...] = (
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_step_needs_the_predicted_memory(precision: str, recompute: str) -> None:
-    layers, too_much = {"num_layers": 8 if recompute == "full" else 4}, 0.1 if recompute == "full" else 0.05
+    is_whole = recompute in ("full", "moe")
+    layers, too_much = {"num_layers": 8 if is_whole else 4}, 0.1 if is_whole else 0.05
     for place, parallel in enumerate(EXCHANGES[bool(RECOMPUTE[recompute]) :]):
         model = layers | (SHARED if (place + len(precision)) % 2 else PADDED)
         measured, memory = step_peak(configure(model, parallel, precision=precision, **RECOMPUTE[recompute]))
