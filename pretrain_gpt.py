@@ -30,7 +30,7 @@ def preload(argv: Sequence[str], world_size: int) -> None:
     """Import what the ranks of a run need, in the process that they are forked from; raises what all of them would."""
     arguments = parse_args(argv)
     if not (arguments.check or arguments.dry_run):
-        resolve(arguments.config, arguments.overrides, world_size)
+        resolve(arguments.config, arguments.overrides, world_size, counted_by="the launcher's first argument")
         print("> importing torch", file=sys.stderr, flush=True)
         for name in IMPORTED:
             import_module(name)
@@ -62,9 +62,9 @@ def memory_at_worst(spec: RunSpec) -> list[str]:
 
 def pretrain(arguments: Arguments, world_size: int) -> int:
     """Build the run on this rank and train until its last iteration; return the exit code."""
-    resolved = resolve(arguments.config, arguments.overrides, world_size)
-    outlive_readers()
     env = process.launcher_env()
+    resolved = resolve(arguments.config, arguments.overrides, world_size, counted_by=env.counted_by)
+    outlive_readers()
     phases = StartupPhases(printing=env.rank == 0)
     for remark in resolved.remarks if env.rank == 0 else ():
         print(f"> WARNING: {remark}", flush=True)

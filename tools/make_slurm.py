@@ -35,7 +35,8 @@ def make(arguments: argparse.Namespace) -> None:
         require_free("--output", [path], [arguments.config], arguments.overwrite)
     cluster = load_cluster(arguments.cluster)
     num_ranks = arguments.nodes * cluster.node_ranks
-    config = resolve(arguments.config, arguments.overrides, num_ranks, elsewhere=True).config
+    counted_by = f"--nodes of {cluster.node_ranks} ranks each"
+    config = resolve(arguments.config, arguments.overrides, num_ranks, elsewhere=True, counted_by=counted_by).config
     run_folder(config)
     what = f"{arguments.config} on {arguments.nodes} nodes of {cluster.name}:"
     settings = JobSettings(

@@ -90,7 +90,7 @@ def problem_of(arguments: argparse.Namespace, config: Config, num_ranks: int | N
 
 def planned(arguments: argparse.Namespace, path: Path) -> tuple[PredictedLayout, PlanningProblem]:
     """Predict the layout of a file."""
-    config = resolve(path, arguments.overrides, arguments.num_gpus, elsewhere=True).config
+    config = resolve(path, arguments.overrides, arguments.num_gpus, elsewhere=True, counted_by="--num-gpus").config
     problem = problem_of(arguments, config)
     return problem.predicted(layout_of(config), config), problem
 

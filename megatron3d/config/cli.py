@@ -15,7 +15,7 @@ from megatron3d.config.read import Resolved, nearest, nearest_key, read, value_o
 from megatron3d.config.report import batch_arithmetic, render, slow_shapes
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
-from megatron3d.config.validate.facts import Facts, MissingHere
+from megatron3d.config.validate.facts import WORLD_SIZE, Facts, MissingHere
 from megatron3d.config.validate.files import check_files
 from megatron3d.config.validate.remarks import remarks
 from megatron3d.config.validate.rules import layout_problems, value_problems
@@ -132,14 +132,17 @@ def parse_args(argv: Sequence[str]) -> Arguments:
     return Arguments(**{**vars(typed), "overrides": tuple(typed.overrides)})
 
 
-def resolve(config: Path, overrides: Sequence[str], world_size: int, elsewhere: bool = False) -> Resolved:
+def resolve(
+    config: Path, overrides: Sequence[str], world_size: int, elsewhere: bool = False, counted_by: str = WORLD_SIZE
+) -> Resolved:
     """Return the configuration for `world_size` ranks; raises UserError with every problem in it and in its files.
 
-    With `elsewhere` the run is on another machine, so files are not checked.  A rule that involves a value which could
+    With `elsewhere` the run is on another machine, so files are not checked; `counted_by` names what the user types for
+    another number of ranks.  A rule that involves a value which could
     not be read is skipped, since it would be applied to the default.
     """
     reading = read(config, overrides)
-    facts = Facts(reading.config, world_size, origins=reading.origins)
+    facts = Facts(reading.config, world_size, origins=reading.origins, counted_by=counted_by)
     broken = list(value_problems(facts))
     if not any(key in _SHAPE or key.startswith("parallel.") for key in reading.unsure):
         broken += layout_problems(facts)

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from megatron3d.config.schema import Config, Refused, declared
 from megatron3d.config.yaml_origins import Entry, parse_value, read_document, show
 from megatron3d.errors import UserError
+from megatron3d.pipeline.schedules import INTERLEAVED, ONE_F_ONE_B
 from megatron3d.runtime.arguments import shorten
 
 SECTIONS: Mapping[str, tuple[str, ...]] = {
@@ -94,6 +95,7 @@ def one_of(values: Iterable[object]) -> str:
 
 
 COMMAND_LINE = "command line"
+SCHEDULE = "parallel.pipeline_schedule"
 DEFAULT = "default"
 # Problems of a file that are described; of the others only their number is.
 MAX_PROBLEMS = 50
@@ -167,6 +169,10 @@ def read(path: Path, overrides: Sequence[str] = ()) -> Reading:
         problems[MAX_PROBLEMS:] = [f"{path}: {more} more problems; correct these first"]
     valid = {key: entry.origin for key, entry in known.items() if key not in invalid}
     origins = {f"{section}.{name}": DEFAULT for section, names in SECTIONS.items() for name in names} | valid
+    schedule = known.get(SCHEDULE)
+    if config.parallel.pipeline_schedule == INTERLEAVED and (schedule is None or schedule.value == ONE_F_ONE_B):
+        virtual = config.parallel.virtual_pipeline_model_parallel_size
+        origins[SCHEDULE] = f"derived: {ONE_F_ONE_B} with {virtual} stages per rank"
     unsure = frozenset(origins) if document is None else frozenset(origins) & (meant | set(invalid))
     return Reading(config, origins, tuple(problems), unsure)
 

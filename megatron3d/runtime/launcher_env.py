@@ -21,6 +21,12 @@ _STEP_STRIDE = 1009
 _OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
 _MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 MAX_PORT = 65535
+_COUNTED_BY: Mapping[str, str] = {
+    "none": "scripts/launch_local.sh N, torchrun, or srun start several",
+    "torchrun": "torchrun --nnodes and --nproc-per-node",
+    "mpirun": "mpirun -n",
+    "srun": "srun --ntasks",
+}
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,11 @@ class LauncherEnv:
     address: str = "localhost"
     port: int = 0
     restarts_stopped: bool = False
+
+    @property
+    def counted_by(self) -> str:
+        """What the user types to start another number of processes."""
+        return _COUNTED_BY[self.launcher]
 
     def problems(self) -> list[str]:
         """Return what is wrong with the numbers."""

@@ -41,7 +41,14 @@ from megatron3d.model.spec import changed_fields
 from megatron3d.runtime.files import absent, remove
 from megatron3d.runtime.process import Runtime
 from megatron3d.runtime.program import StartupPhases
-from megatron3d.train.checkpointing import LoadOptions, SourceFormat, load_newest, load_state, source_of
+from megatron3d.train.checkpointing import (
+    LoadOptions,
+    SourceFormat,
+    check_continued,
+    load_newest,
+    load_state,
+    source_of,
+)
 from megatron3d.train.monitor.profiling import PROFILES, TRACES, check_memory_history
 from megatron3d.train.monitor.reports import check_built, describe_connections, startup_report
 from megatron3d.train.run import Run
@@ -137,6 +144,7 @@ def build_model(
         comm.set_wait_hook(timers.waiting)
     if runtime.rank == 0 and connected:
         print(describe_connections(connected), flush=True)
+    run_on_all_ranks(comm, lambda: check_continued(spec) if runtime.rank == 0 else None)
     with phases("model and optimizer"):
         state = build_state(spec, comm, runtime.device)
         check_built(state)

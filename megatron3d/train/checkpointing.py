@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import JsonValue
+from pydantic import JsonValue, ValidationError
 from torch import Tensor
 
 from megatron3d import __version__
 from megatron3d.checkpoint import read, store
 from megatron3d.checkpoint.async_saver import PieceSource
-from megatron3d.checkpoint.index import Meta, meta_of
+from megatron3d.checkpoint.index import Meta, meta_of, read_meta
 from megatron3d.checkpoint.pieces import param_pieces, ranges_to_write
 from megatron3d.checkpoint.publish import candidates
 from megatron3d.checkpoint.store import first_intact
 from megatron3d.comm.objects import on_rank_0, run_on_all_ranks
-from megatron3d.config.schema import Config
+from megatron3d.config.model_defaults import resolve_architecture
+from megatron3d.config.run_spec import RunSpec
+from megatron3d.config.schema import Config, ModelConfig
+from megatron3d.config.validate.files import continues_own, is_hub_folder
 from megatron3d.errors import UserError
 from megatron3d.model.router_state import is_first
-from megatron3d.model.spec import EXPERT_BIAS, LOAD, architecture_record, changed_fields, is_longer_table, may_change
+from megatron3d.model.spec import (
+    EXPERT_BIAS,
+    LOAD,
+    FieldChange,
+    architecture_record,
+    changed_fields,
+    is_longer_table,
+    may_change,
+)
 from megatron3d.parallel.mesh import DATA
 from megatron3d.train.state import TrainState
 from megatron3d.zero import FlatBuffer
@@ -166,22 +178,68 @@ def load_weights(folder: Path, state: TrainState, identity: Mapping[str, JsonVal
     load_state(folder, state, identity, WEIGHTS)
 
 
+def model_problems(folder: Path, record: Mapping[str, JsonValue], spec: RunSpec) -> list[str]:
+    """Return what is to be done where a checkpoint with this record of its model is of another one than the run."""
+    changes = [each for each in changed_fields(record, spec.arch) if not may_change(each, spec.arch)]
+    if not changes:
+        return []
+    named = _without_derived(changes, record, spec)
+    saved = ", ".join(f"model.{each.name}={each.saved}" for each in named)
+    own = ", ".join(str(each.own) for each in named)
+    return [
+        f"{folder}: saved with {saved}, but this run has {own}; continue with the saved value{'s'[: len(named) - 1]}, "
+        "or train another model in another folder, with checkpoint.save and checkpoint.load",
+        *(LEARNED.format(each.saved) for each in changes if is_longer_table(each, spec.arch)),
+    ]
+
+
+def _without_derived(
+    changes: Sequence[FieldChange], record: Mapping[str, JsonValue], spec: RunSpec
+) -> Sequence[FieldChange]:
+    """Return the changes without those that follow from others: of what the configuration leaves open."""
+    keys = spec.config.model.model_dump()
+    saved = {each.name: each.saved for each in changes if keys.get(each.name) is not None}
+    try:
+        model = ModelConfig.model_validate({**keys, **saved})
+    except ValidationError:
+        return changes
+    left = changed_fields(record, resolve_architecture(model, spec.arch.vocab_size))
+    return [each for each in changes if each.name in saved or each in left]
+
+
+def check_continued(spec: RunSpec) -> None:
+    """Raise UserError, before the model is built, if the run continues or starts from a checkpoint of another model.
+
+    What is damaged, or missing, is said where it is loaded.
+    """
+    config = spec.config
+    load, own = config.checkpoint.load, continues_own(config)
+    root = config.checkpoint.save if own and config.checkpoint.save is not None else load
+    if root is None or (not own and is_hub_folder(Path(root))):
+        return
+    problems: list[str] = []
+    with contextlib.suppress(UserError):
+        good = (folder for folder, reason in candidates(Path(root)) if reason is None) if own else ()
+        folder = next(iter(good), None) if own else store.resolve(Path(root))
+        problems = [] if folder is None else model_problems(folder, read_meta(folder).model, spec)
+    UserError.collect(problems)
+
+
 def _check_compatible(
     folder: Path, index: store.Index, state: TrainState, identity: Mapping[str, JsonValue], options: LoadOptions
 ) -> Meta:
     """Return the metadata after comparing it with the model and, unless accepted, with `identity`."""
     meta = meta_of(folder, index)
+    problems = model_problems(folder, meta.model, state.spec)
     accepted = options.accept | (frozenset() if options.progress else ORDER_OF_SAMPLES)
-    arch, found = state.model.arch, meta.identity
-    changes = [each for each in changed_fields(meta.model, arch) if not may_change(each, arch)]
+    found = meta.identity
     compared = [name for name in identity if name in found or not options.source.is_foreign]
     different = [name for name in compared if found.get(name) != identity[name] and name not in accepted]
     said = f"{folder}: saved with {{}}={{}}, but this run has {{}}; continue with the saved one"
     anyway = ", or set checkpoint.accept_changed=[{}] to continue with other samples"
     UserError.collect(
         [
-            *(said.format(f"model.{each.name}", each.saved, each.own) for each in changes),
-            *(LEARNED.format(each.saved) for each in changes if is_longer_table(each, arch)),
+            *problems,
             *((said + anyway).format(name, found.get(name), identity[name], name) for name in different),
         ]
     )

@@ -121,11 +121,7 @@ LOADS: dict[str, tuple[Damage, list[str], list[Words]]] = {
     "another model": (
         lambda run: None,
         OTHER_MODEL,
-        [
-            ("model.num_layers=2", "this run has 3"),
-            ("model.hidden_size=32", "this run has 64"),
-            ("model.kv_channels=4", "this run has 8"),
-        ],
+        [("saved with model.num_layers=2, model.hidden_size=32, but this run has 3, 64", "in another folder")],
     ),
     "another order of samples": (
         lambda run: None,

@@ -5,11 +5,14 @@ There is no traceback, and no byte is written.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import pretrain_gpt
+from megatron3d.errors import UserError
 from megatron3d.parallel.modes import MODES
 from tests.support.tiny_run import Words, assert_refused, refuse, run, tree, write_config
 
@@ -37,11 +40,11 @@ CONFIGURATION: dict[str, tuple[list[str], list[Words]]] = {
     ),
     "too few ranks": (
         ["parallel.tensor_model_parallel_size=2"],
-        [("world_size 1: fewer than TP 2", "use 2 processes", "parallel.tensor_model_parallel_size")],
+        [("world_size 1: fewer than TP 2", "use 2 processes (scripts/launch_local.sh N", "parallel.tensor_model_")],
     ),
     "ranks that do not factor": (
         ["--check", "--world-size", "6", "parallel.tensor_model_parallel_size=4"],
-        [("world_size 6: not a multiple of TP 4", "use 4 or 8")],
+        [("world_size 6: not a multiple of TP 4", "use 4 or 8 processes (--world-size)")],
     ),
     "batch arithmetic": (
         ["train.global_batch_size=10"],
@@ -155,3 +158,17 @@ def test_every_mode_refuses_sizes_that_it_cannot_split(config: Path, overrides: 
     lines = outcome.err.splitlines()
     assert len(set(lines)) == len(lines) > 0
     assert_refused(outcome, config.parent, *[words] * len(lines))
+
+
+@pytest.mark.parametrize("launcher", ["the launcher's first argument", "torchrun --nnodes and --nproc-per-node"])
+def test_a_wrong_number_of_ranks_is_said_by_what_was_typed(
+    config: Path, launcher: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typed = ["--config", str(config), "parallel.tensor_model_parallel_size=2"]
+    if "torchrun" in launcher:
+        ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+        for name, value in ranks.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", *typed])
+    with pytest.raises(UserError, match=re.escape(f"use 2 or 4 processes ({launcher}), or another")):
+        pretrain_gpt.main() if "torchrun" in launcher else pretrain_gpt.preload(typed, 3)

@@ -154,6 +154,18 @@ def test_a_continuation_may_change_what_no_weight_depends_on(config: Path, tmp_p
     refuse(config, [*asked, *other], ("saved with model.rotary_percent=1.0, but this run has 0.5", ""))
 
 
+def test_another_model_in_the_same_folder_is_one_message_before_it_is_built(config: Path, tmp_path: Path) -> None:
+    """Sizes that follow from the keys that differ are not named; both ways out are."""
+    assert run(config, *in_run(f"{tmp_path}/run"), "train.train_iters=1").code == ExitCode.DONE
+    outcome = run(config, *in_run(f"{tmp_path}/run"), "model.hidden_size=64", "model.num_layers=3")
+    assert outcome.code == ExitCode.USER_ERROR and "model and optimizer" not in outcome.out
+    assert outcome.err == (
+        f"{tmp_path}/run/iter_0000001: saved with model.num_layers=2, model.hidden_size=32, but this run has 3, 64; "
+        "continue with the saved values, or train another model in another folder, with checkpoint.save and "
+        "checkpoint.load\n"
+    )
+
+
 def test_learned_positions_are_not_extended(config: Path, whole: Path, tmp_path: Path) -> None:
     asked = [f"checkpoint.save={tmp_path}/tuned", f"checkpoint.load={whole}", "checkpoint.finetune=true", *FP64]
     learned = "each learned position is a parameter: use model.max_position_embeddings=16, and seq_length up to 16"

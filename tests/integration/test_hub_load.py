@@ -150,11 +150,13 @@ def test_a_run_starts_with_the_weights_of_a_folder(tiny: tuple[Path, Path], tmp_
     assert torch.equal(after["model.layers.1.mlp.gate.weight"], before["model.layers.1.mlp.gate_proj.weight"])
 
 
-def test_another_model_is_one_message_per_key(tiny: tuple[Path, Path]) -> None:
+def test_another_model_is_one_message_with_all_keys(tiny: tuple[Path, Path]) -> None:
     hub, config = tiny
     other = start(hub, num_layers=3, ffn_hidden_size=32, max_position_embeddings=None)
-    saved = [("saved with model.num_layers=2, but this run has 3",), ("model.ffn_hidden_size=20, but this run has 32",)]
-    refuse(config, [*other, "checkpoint.save=null"], *saved)
+    saved = (
+        "saved with model.num_layers=2, model.ffn_hidden_size=20, but this run has 3, 32; continue with the saved ",
+    )
+    refuse(config, [*other, "checkpoint.save=null"], saved)
     alone = [word for word in start(hub) if "finetune" not in word]
     refuse(config, [*alone, "checkpoint.save=null"], ("a Hugging Face folder holds weights only", "finetune=true"))
 

@@ -18,15 +18,22 @@ from megatron3d.model.spec import Architecture
 from megatron3d.parallel.modes import MODES
 from megatron3d.runtime.files import retried
 
+WORLD_SIZE = "--world-size"
+
 
 @dataclass(frozen=True)
 class Facts:
-    """A configuration, the origin of each value, the number of ranks, and the tokenizer's size if it is known."""
+    """A configuration, the origin of each value, the number of ranks, and the tokenizer's size if it is known.
+
+    Attributes:
+        counted_by: what the user types to have another number of ranks.
+    """
 
     config: Config
     world_size: int
     vocab_size: int | None = None
     origins: Mapping[str, str] = field(default_factory=dict)
+    counted_by: str = WORLD_SIZE
 
     def named(self, key: str) -> str:
         """Return `section.key=value (origin)`."""

@@ -246,7 +246,7 @@ def batch_problems(facts: Facts) -> Iterator[str]:
             "parallel.pipeline_model_parallel_size": sizes.pipeline,
         }
         other = one_of(key for key, factor in factors.items() if factor > 1)
-        use = f"{size} processes (--world-size), or another {other}"
+        use = f"{size} processes ({facts.counted_by}), or another {other}"
         yield f"world_size {sizes.world_size}: {sizes.mismatch} {made}; use {use}"
         return
     data, instances = sizes.data, sizes.replicas

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron3d.config.read import DEFAULT, SECTIONS, Resolved
+from megatron3d.config.read import DEFAULT, SECTIONS, Resolved, read_config
 from megatron3d.config.report import batch_arithmetic, join_runs, render
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
@@ -94,3 +94,16 @@ def test_the_resolved_file_shows_derived_values() -> None:
         assert "softmax_scale: null # derived: null" in shown and "kv_channels: null # derived: 4" in shown
         assert "pipeline_model_parallel_layout: null # derived: [3,3,3,3]" in shown
     assert "pipeline_model_parallel_layout: null # default" in lines(None)
+
+
+def test_a_schedule_that_was_not_typed_is_derived(tmp_path: Path) -> None:
+    """1F1B with several stages per rank is interleaved: of the two only the number of stages was typed."""
+    path = tmp_path / "run.yaml"
+    for written, typed in (("", "1f1b"), ("parallel: {pipeline_schedule: 1f1b}", "1f1b"), ("", "interleaved")):
+        path.write_text(written or "model: {num_layers: 4}")
+        given = ["parallel.virtual_pipeline_model_parallel_size=2", "parallel.pipeline_model_parallel_size=2"]
+        given += ["parallel.pipeline_schedule=interleaved"] * (typed == "interleaved")
+        shown = " ".join(render(read_config(path, given)).split())
+        origin = "command line" if typed == "interleaved" else "derived: 1f1b with 2 stages per rank"
+        assert f"pipeline_schedule: interleaved # {origin} virtual" in shown
+        assert "virtual_pipeline_model_parallel_size: 2 # command line" in shown
