@@ -35,6 +35,8 @@ T = TypeVar("T")
 ADDRESS_S = 20.0
 # What torch says where another rank's process has ended.
 _LOST = re.compile("gloo|nccl|connection|broken pipe|socket|timed out", re.IGNORECASE)
+# A rank but the first waits so long with its error: for rank 0, and for each rank of its machine before it.
+TELL_S, TELL_AFTER_S = 1.0, 0.3
 # The store ends with the process of rank 0, which so long waits for ranks that may still read it; one may have died.
 LEAVE_S, LEAVE_AFTER_ERROR_S, LEAVE_INTERVAL_S = 20.0, 3.0, 0.02
 
@@ -328,14 +330,15 @@ def _lost_rank(error: Exception) -> str | None:
 
 
 def _print_errors(messages: Sequence[str]) -> None:
-    """Print on rank 0 immediately, on the others a second later, within which a launcher stops them if rank 0 ended.
+    """Print on rank 0 immediately, on the others later, before which a launcher stops them if one has ended.
 
-    A message of all ranks is printed once that way, and a message of a single rank is not lost.
+    A message of all ranks is printed once that way, also where rank 0 is slow to find it, since they print one after
+    another; and a message of a single rank is not lost.
     """
     env = _env_or_default()
     if env.rank > 0:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(1.0)
+        time.sleep(TELL_S + TELL_AFTER_S * env.local_rank)
     prefix = f"[rank {env.rank}] " if env.rank > 0 else ""
     for message in messages:
         print(prefix + message, file=sys.stderr, flush=True)

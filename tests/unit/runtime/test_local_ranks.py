@@ -120,6 +120,20 @@ def test_what_a_preload_refuses_no_rank_repeats(tmp_path: Path) -> None:
     assert ranks.returncode == ExitCode.USER_ERROR
 
 
+def test_an_error_of_all_ranks_is_printed_once_where_rank_0_is_slow(tmp_path: Path) -> None:
+    body = """
+        from megatron3d.errors import UserError
+        from megatron3d.runtime import process
+        def main():
+            time.sleep(20 if rank == 0 else 0)
+            raise UserError("no")
+        sys.exit(process.run_program(main))
+        """
+    ranks = launch(tmp_path, textwrap.dedent(body), "4")
+    _, err = ranks.communicate(timeout=30)
+    assert ranks.returncode == ExitCode.USER_ERROR and err.splitlines()[1:] == ["[rank 1] no"], err
+
+
 @pytest.mark.parametrize("number", ["0", "1025", "9" * 400])
 def test_absurd_numbers_are_refused(tmp_path: Path, number: str) -> None:
     ranks = launch(tmp_path, "", number)
