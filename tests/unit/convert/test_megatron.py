@@ -20,8 +20,9 @@ from torch import Tensor
 from megatron3d.checkpoint import store
 from megatron3d.checkpoint.index import read_meta
 from megatron3d.config.read import read_config
-from megatron3d.config.run_spec import RunSpec
+from megatron3d.config.run_spec import LRPhases, RunSpec
 from megatron3d.config.schema import Config
+from megatron3d.config.validate.rules import check
 from megatron3d.convert.conversion import WrittenBox, write_torch_folder
 from megatron3d.convert.megatron_checkpoint import ACCEPT
 from megatron3d.convert.torch_folder import TorchFolder
@@ -112,6 +113,27 @@ def test_logits_are_those_of_megatron_core(theirs: None, name: str, tmp_path: Pa
     with torch.no_grad():
         wanted = megatron_core.logits(model, tokens)
     torch.testing.assert_close(logits(tmp_path / "run", tokens), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_run_of_samples_stays_one(theirs: None, tmp_path: Path) -> None:
+    """Megatron-LM sets the iterations of such a run itself: they are not a second length."""
+    samples = {"train_samples": 83, "lr_decay_samples": 80, "lr_warmup_samples": 8, "lr_warmup_fraction": None}
+    arguments = {**MODELS["dense"], **samples, "train_iters": 20}
+    model = megatron_core.build(arguments)
+    optimizer = megatron_core.make_optimizer(model, arguments)
+    tokens = torch.zeros(4, arguments["seq_length"] + 1, dtype=torch.int64)
+    megatron_core.train(model, optimizer, [tokens])
+    megatron_core.save(tmp_path / "megatron", arguments, model, 3, optimizer)
+    assert convert("from-megatron", tmp_path / "megatron", tmp_path / "run") == 0
+    config = read_config(tmp_path / "run" / "config.yaml").config
+    spec = RunSpec(config)
+    assert (config.train.train_iters, config.train.train_samples, spec.train_iters) == (None, 83, 20)
+    assert spec.lr_phases == LRPhases(True, 8, 80, 8) and check(config, 1, 32) == []
+    assert convert("to-megatron", tmp_path / "run", tmp_path / "back") == 0
+    common = torch.load(tmp_path / "back" / "iter_0000003" / "common.pt", weights_only=False)
+    assert (common["args"].train_iters, common["args"].train_samples) == (20, 83)
+    schedule = common["opt_param_scheduler"]
+    assert (schedule["lr_warmup_steps"], schedule["lr_decay_steps"], schedule["wd_incr_steps"]) == (8, 80, 83)
 
 
 @pytest.mark.parametrize("metadata", [{"singleton_local_shards": True}, {"non_homogeneous_layers": True}], ids=str)
