@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from megatron3d.attention.rotary_spec import LINEAR, LLAMA3, YARN, Rotary, RotaryScaling, yarn_range
+from megatron3d.attention.rotary_spec import LINEAR, LLAMA3, LONGROPE, YARN, Rotary, RotaryScaling, yarn_range
 
 RotaryTables = tuple[Tensor, Tensor]
 
@@ -58,10 +58,15 @@ def _yarn(rates: Tensor, rotary: Rotary, scaling: RotaryScaling) -> Tensor:
     return rates * (1 - divided) + rates / scaling.factor * divided
 
 
+def _longrope(rates: Tensor, rotary: Rotary, scaling: RotaryScaling) -> Tensor:
+    return rates / torch.tensor(rotary.pair_factors, dtype=rates.dtype, device=rates.device)
+
+
 _SCALE: Mapping[str, Callable[[Tensor, Rotary, RotaryScaling], Tensor]] = {
     LINEAR: _linear,
     LLAMA3: _llama3,
     YARN: _yarn,
+    LONGROPE: _longrope,
 }
 
 

@@ -7,7 +7,15 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
 
-from megatron3d.attention.rotary_spec import LINEAR, LLAMA3, YARN, RotaryScaling, yarn_attention_factor
+from megatron3d.attention.rotary_spec import (
+    LINEAR,
+    LLAMA3,
+    LONGROPE,
+    YARN,
+    RotaryScaling,
+    longrope_attention_factor,
+    yarn_attention_factor,
+)
 from megatron3d.config.schema import ITEMSIZES, Config, ModelConfig
 from megatron3d.experts.plan import Balance, Experts, fewest_bytes
 from megatron3d.model.option_table import ModelOptions
@@ -148,6 +156,12 @@ ROTARY_KEYS: Mapping[str, Mapping[str, float | bool | None]] = {
         "rotary_attention_factor": None,
         "rotary_truncate": True,
     },
+    LONGROPE: {
+        "original_max_position_embeddings": None,
+        "rotary_short_factor": None,
+        "rotary_long_factor": None,
+        "rotary_attention_factor": None,
+    },
 }
 
 
@@ -156,12 +170,29 @@ def _rotary_scaling(model: ModelConfig) -> RotaryScaling | None:
     if model.rotary_scaling is None:
         return None
     factor, keys = model.rotary_scaling_factor or 1.0, ROTARY_KEYS[model.rotary_scaling]
+    length = model.original_max_position_embeddings or model.seq_length
+    if model.rotary_scaling == LONGROPE and model.rotary_scaling_factor is None:
+        factor = max((model.max_position_embeddings or model.seq_length) / length, 1.0)
     given: dict[str, Any] = {
         name.removeprefix("rotary_"): _or_default(getattr(model, name), default) for name, default in keys.items()
     }
     if model.rotary_scaling == YARN:
         given["attention_factor"] = _or_default(given["attention_factor"], yarn_attention_factor(factor))
+    if model.rotary_scaling == LONGROPE:
+        given["attention_factor"] = _or_default(given["attention_factor"], longrope_attention_factor(factor, length))
     return RotaryScaling(model.rotary_scaling, factor, **given)
+
+
+def wrong_pair_factors(model: ModelConfig) -> Mapping[str, str]:
+    """Return what is wrong with each list of longrope, by its key: it has one factor for each pair of channels."""
+    lists = {key: getattr(model, key) for key in ("rotary_short_factor", "rotary_long_factor")}
+    size = (_head_sizes(model)["qk_pos_emb_head_dim"] or 0) if model.multi_latent_attention else None
+    if size is None:
+        size = int(
+            _or_default(model.kv_channels, model.hidden_size // model.num_attention_heads) * model.rotary_percent
+        )
+    wrong = {key: factors for key, factors in lists.items() if factors is not None and len(factors) != size // 2}
+    return {key: f"{len(factors)} factors for {size // 2} pairs of channels" for key, factors in wrong.items()}
 
 
 def _or_default(value: T | None, default: T) -> T:

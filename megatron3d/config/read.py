@@ -300,9 +300,7 @@ def _describe_kind(kind: Mapping[str, Any], given: object) -> str:
             return f"a list of {one_of(choices)}, such as [{choices[0]}]"
         example = kind.get("examples", ["[2,2,2]"])[0]
         whole = "whole " if kind["items"]["type"] == "integer" else ""
-        return f"a list of {whole}numbers of at least {kind['items']['minimum']}, such as {example}"
-    bounds = {"minimum": "of at least", "exclusiveMinimum": "above", "exclusiveMaximum": "and below"}
-    limits = "".join(f" {words} {kind[bound]:g}" for bound, words in bounds.items() if bound in kind)
+        return f"a list of {whole}numbers{_limits(kind['items'])}, such as {example}"
     names = {
         "integer": "a whole number",
         "number": "a number",
@@ -311,4 +309,10 @@ def _describe_kind(kind: Mapping[str, Any], given: object) -> str:
         "null": "null",
     }
     example = f" such as {kind['default']}" if kind["type"] == "string" and kind["default"] else ""
-    return names[str(kind["type"])] + limits + example
+    return names[str(kind["type"])] + _limits(kind) + example
+
+
+def _limits(kind: Mapping[str, Any]) -> str:
+    """Return the words for the limits of a number."""
+    bounds = {"minimum": "of at least", "exclusiveMinimum": "above", "exclusiveMaximum": "and below"}
+    return "".join(f" {words} {kind[bound]:g}" for bound, words in bounds.items() if bound in kind)

@@ -74,6 +74,9 @@ BalanceLosses = Annotated[
 ]
 NonNegative = Annotated[float, Field(ge=0)]
 NonNegatives = Annotated[tuple[NonNegative, ...], Field(strict=False, min_length=1, examples=["[0.01,0.001]"])]
+PairFactors = Annotated[
+    tuple[Annotated[float, Field(gt=0)], ...], Field(strict=False, min_length=1, examples=["[1.0,4.0]"])
+]
 LayerPattern = Annotated[tuple[Literal[0, 1], ...], Field(strict=False, min_length=1)]
 
 
@@ -92,17 +95,21 @@ class ModelConfig(Section, ModelOptions, FamilyOption, frozen=True):
         most=MAX_LAYERS,
         also="no_rope_layer_interval no_rope_layers",
     )
-    rotary_scaling: Literal["linear", "llama3", "yarn"] | None = key(
+    rotary_scaling: Literal["linear", "llama3", "yarn", "longrope"] | None = key(
         None,
         "scaling of RoPE for sequences longer than those of earlier training; default: none",
         also="rope_scaling use_rope_scaling rope_type",
     )
     rotary_scaling_factor: float | None = key(
-        None, "with rotary_scaling: the longest rotations become this much slower", ge=1, also="rope_scaling_factor"
+        None,
+        "with rotary_scaling: the longest rotations become this much slower; with longrope only "
+        "rotary_attention_factor follows from it, default: max_position_embeddings / original_max_position_embeddings",
+        ge=1,
+        also="rope_scaling_factor",
     )
     original_max_position_embeddings: int | None = key(
         None,
-        "with llama3 and yarn: sequence length of earlier training",
+        "with llama3, yarn and longrope: sequence length of earlier training",
         ge=1,
         also="original_max_position_embedding old_context_len",
     )
@@ -119,10 +126,22 @@ class ModelConfig(Section, ModelOptions, FamilyOption, frozen=True):
         None, "with yarn: more rotations within the original length are not scaled; default: 32", gt=0
     )
     rotary_attention_factor: float | None = key(
-        None, "with yarn: factor of queries and of keys; default: 0.1 ln(rotary_scaling_factor) + 1", gt=0
+        None,
+        "with yarn and longrope: factor of queries and of keys; default: yarn's 0.1 ln(rotary_scaling_factor) + 1, "
+        "longrope's root of 1 + ln(rotary_scaling_factor) / ln(original_max_position_embeddings)",
+        gt=0,
     )
     rotary_truncate: bool | None = key(
         None, "with yarn: round the range of interpolated channels to whole channels; default: true"
+    )
+    rotary_short_factor: PairFactors | None = key(
+        None,
+        "with longrope: what the rotation of each pair of channels is slowed down by, where seq_length is at most "
+        "original_max_position_embeddings",
+        also="short_factor",
+    )
+    rotary_long_factor: PairFactors | None = key(
+        None, "with longrope: the same where seq_length is longer", also="long_factor"
     )
     window_size: Window | None = key(
         None,

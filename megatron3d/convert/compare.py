@@ -87,7 +87,8 @@ def our_logits(checkpoint: Path, arch: Architecture, rounded: torch.dtype, token
     pipeline = StageAssignment(make_stages([1] * num_stages), tuple(range(num_stages)))
     mode = build_mode(next(iter(MODES)), None, (1,))
     axes = ((PIPELINE, num_stages), *((axis, 1) for axis in DATA), *mode.axes)
-    small = replace(arch, vocab_size=len(rows_V), padded_vocab_size=len(rows_V))
+    # Rotary positions that depend on the length of the model's sequences are those of these inputs, as in transformers.
+    small = replace(arch, vocab_size=len(rows_V), padded_vocab_size=len(rows_V), seq_length=tokens_BS.shape[1])
 
     def run(stage: Stage, x_MH: Tensor | None) -> Tensor:
         """Return the output of a stage, whose weights are in memory only meanwhile."""

@@ -9,6 +9,7 @@ from functools import partial
 from pydantic import JsonValue, ValidationError
 
 from megatron3d.attention.rotary_spec import YARN
+from megatron3d.config.model_defaults import wrong_pair_factors
 from megatron3d.config.schema import ModelConfig
 from megatron3d.convert.family_table import MODEL_TYPES, SAME_TYPES, WHOLE_MODELS
 from megatron3d.convert.fields import (
@@ -116,11 +117,16 @@ def read_settings(settings: HubConfig, seq_length: int | None = None) -> ModelCo
     computed = hub_type.computed if isinstance(values["hidden_size"], int | float) else {}  # else the schema refuses it
     others = {name: of(values.__getitem__) for name, of in computed.items()}
     try:
-        return ModelConfig.model_validate(values | {**hub_type.fixed} | others)
+        model = ModelConfig.model_validate(values | {**hub_type.fixed} | others)
     except ValidationError as error:
         raise UserError(
             *(_wrong(hub_type, detail["loc"], detail["msg"], values) for detail in error.errors())
         ) from error
+    UserError.collect(
+        f"config.json: {key.removeprefix('rotary_')} has {problem}; it has one for each"
+        for key, problem in wrong_pair_factors(model).items()
+    )
+    return model
 
 
 def represents(model_type: str, arch: Architecture) -> bool:
@@ -232,6 +238,8 @@ def _layer_obstacles(arch: Architecture, hub_type: ModelType) -> Iterator[str]:
         elif hub_type.windows.default_full is None and not all(pattern):
             yield f"{size}: in {hub_type.class_name} all layers have the window"
     scaling = arch.rotary_scaling
+    if scaling is not None and scaling.kind not in hub_type.scalings:
+        yield f"rotary_scaling={scaling.kind}: {hub_type.class_name} has {' or '.join(('none', *hub_type.scalings))}"
     is_scaled = scaling is not None and scaling.kind == YARN and scaling.factor > 1
     if hub_type.has_mscale and arch.softmax_scale is not None and not is_scaled:
         yield f"softmax_scale={arch.softmax_scale}: {hub_type.class_name} scales scores with rotary_scaling=yarn only"

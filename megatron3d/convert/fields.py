@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from megatron3d.attention.rotary_spec import LINEAR, LLAMA3, YARN
+from megatron3d.attention.rotary_spec import LINEAR, LLAMA3, LONGROPE, YARN, longrope_attention_factor
 from megatron3d.model.spec import Architecture, later_options
 
 HubConfig = Mapping[str, JsonValue]
@@ -119,6 +119,9 @@ class ModelType:
         has_local_rope: whether layers with a window have rotary positions of their own, which are not scaled.
         local_base: their base in a config.json without `rope_local_base_freq`; None: the base of the other layers, and
             there is no such field.
+        scalings: kinds of scaled rotary positions that it can have.
+        original_length: default of the field of the sequence length before scaling, which is not in the description of
+            rotary positions; None: it is there.
         has_only_type: whether `rope_scaling` names the kind of scaling in `type` alone.
         has_mscale: whether `mscale_all_dim` of scaled rotary positions also chooses the factor of attention's scores.
         constants: further fields that are written.
@@ -144,6 +147,8 @@ class ModelType:
     has_local_rope: bool = False
     local_base: float | None = None
     has_mscale: bool = False
+    scalings: tuple[str, ...] = (LINEAR, LLAMA3, YARN)
+    original_length: int | None = None
     has_only_type: bool = False
     constants: Mapping[str, JsonValue] = field(default_factory=dict)
     as_zeros: Mapping[str, object] = field(default_factory=dict)
@@ -312,7 +317,11 @@ _KEYS: Mapping[str, Mapping[str, str]] = {
         **_LENGTH,
         **{name: f"rotary_{name}" for name in ("beta_slow", "beta_fast", "attention_factor", "truncate")},
     },
+    LONGROPE: {**_LENGTH, **{name: f"rotary_{name}" for name in ("short_factor", "long_factor", "attention_factor")}},
 }
+# Names of LongRoPE in the first files that have it, with what tells that they mean it.
+_OLDER_LONGROPE = frozenset({"su", "yarn"})
+_ORIGINAL = "original_max_position_embeddings"
 # DeepSeek's description of the attention factor.
 _MSCALES = frozenset({"mscale", "mscale_all_dim"})
 
@@ -330,7 +339,9 @@ def read_rope(settings: HubConfig, hub_type: ModelType) -> tuple[HubConfig, dict
             local, rope = rope.get(SLIDING), rope.get(FULL)
         if rope is None:
             continue
-        if problem := _problem(rope):
+        if isinstance(rope, dict) and _kind(rope) == LONGROPE:
+            rope = {_ORIGINAL: settings.get(_ORIGINAL, hub_type.original_length), **rope}
+        if problem := _problem(rope, hub_type, settings):
             problems.append(f"{name}={show(rope)}: {problem}")
         elif isinstance(rope, dict):
             chosen: HubConfig = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
@@ -393,6 +404,7 @@ def write_rope(arch: Architecture, hub_type: ModelType) -> dict[str, JsonValue]:
     scaling: dict[str, JsonValue] | None = None
     if arch.rotary_scaling is not None:
         known = {name: value for name, value in asdict(arch.rotary_scaling).items() if value is not None}
+        known |= {name: list(value) for name, value in known.items() if isinstance(value, tuple)}
         scaling = {"rope_type": known.pop("kind"), **known, **(_mscales_of(arch) if hub_type.has_mscale else {})}
     plain: dict[str, JsonValue] = {"rope_type": "default", "rope_theta": arch.rotary_base}
     if "rotary_percent" in hub_type.fields:
@@ -401,6 +413,9 @@ def write_rope(arch: Architecture, hub_type: ModelType) -> dict[str, JsonValue]:
     older = scaling
     if scaling and hub_type.has_only_type:
         older = {"type" if name == "rope_type" else name: value for name, value in scaling.items()}
+    if hub_type.original_length and scaling:
+        length = scaling[_ORIGINAL]
+        return {"rope_parameters": described, "rope_scaling": _three_fields(arch, scaling), _ORIGINAL: length}
     if not hub_type.has_local_rope:
         return {"rope_parameters": described, "rope_scaling": older}
     local = arch.rotary_base if arch.rope_local_base_freq is None else arch.rope_local_base_freq
@@ -408,24 +423,50 @@ def write_rope(arch: Architecture, hub_type: ModelType) -> dict[str, JsonValue]:
     return {"rope_parameters": both, "rope_scaling": older, **({LOCAL_BASE: local} if hub_type.local_base else {})}
 
 
+def _three_fields(arch: Architecture, scaling: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    """Return the description of LongRoPE that Phi-3's older classes allow, all fields where it does not suffice."""
+    made = arch.rotary_scaling
+    assert made is not None, "called with a scaling"
+    length = made.original_max_position_embeddings or 1
+    ratio = max(arch.max_position_embeddings / length, 1.0)
+    if made.attention_factor != longrope_attention_factor(ratio, length):
+        return scaling
+    return {"type": made.kind, **{name: scaling[name] for name in ("short_factor", "long_factor")}}
+
+
 def _kind(rope: Mapping[str, JsonValue]) -> JsonValue:
-    return rope.get("rope_type", rope.get("type", "default"))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    return LONGROPE if kind in _OLDER_LONGROPE and "short_factor" in rope else kind
 
 
-def _problem(rope: JsonValue) -> str | None:
+def _problem(rope: JsonValue, hub_type: ModelType, settings: HubConfig) -> str | None:
     """Return why a description of rotary positions cannot be represented, None if it can."""
-    kinds = f"only null or rope_type default, {LINEAR}, {LLAMA3} or {YARN} works"
+    *others, last = hub_type.scalings
+    kinds = f"only null or rope_type {', '.join(('default', *others))} or {last} works"
     if not isinstance(rope, dict):
         return f"not a table; {kinds}"
     kind = _kind(rope)
-    if kind != "default" and kind not in _KEYS:
+    if kind != "default" and kind not in hub_type.scalings:
         return f"this scaling of rotary positions is unknown here; {kinds}"
     keys = _KEYS.get(str(kind), {})
     known = {*_ANYWHERE, *keys} | (_MSCALES if kind == YARN else set())
     if others := [name for name, value in rope.items() if name not in known and value is not None]:
         return f"{', '.join(others)} of rope_type {kind} is unknown here; remove it if it has no effect"
+    if kind == LONGROPE:
+        return _longrope_problem(rope, hub_type, settings)
     if "factor" in keys and not isinstance(rope.get("factor"), int | float):
         return f"rope_type {kind} has a number as factor; add it"
+    return None
+
+
+def _longrope_problem(rope: Mapping[str, JsonValue], hub_type: ModelType, settings: HubConfig) -> str | None:
+    length, above = rope.get(_ORIGINAL), settings.get(_ORIGINAL, hub_type.original_length)
+    if not isinstance(length, int) or length < 2:
+        return f"rope_type {LONGROPE} has a number above 1 as {_ORIGINAL}; add it"
+    if above != length:
+        return f"{_ORIGINAL} is {show(above)} next to it, which counts; use the right one in both places"
+    if any(not isinstance(rope.get(name), list) for name in ("short_factor", "long_factor")):
+        return f"rope_type {LONGROPE} has lists as short_factor and long_factor; add them"
     return None
 
 
@@ -439,6 +480,11 @@ def _scaling(rope: Mapping[str, JsonValue], positions: JsonValue) -> dict[str, J
     values |= {ours: rope[theirs] for theirs, ours in keys.items() if rope.get(theirs) is not None}
     if "original_max_position_embeddings" in keys:
         values.setdefault("original_max_position_embeddings", positions)
+    length = values.get(_ORIGINAL)
+    if kind == LONGROPE and isinstance(length, int) and isinstance(positions, int | float):
+        values.setdefault("rotary_scaling_factor", max(positions / length, 1.0))
+        default = longrope_attention_factor(float(str(values["rotary_scaling_factor"])), length)
+        values.setdefault("rotary_attention_factor", default)
     if kind == YARN and rope.get("attention_factor") is None:
         factor, scales = rope["factor"], [rope.get(name) for name in ("mscale", "mscale_all_dim")]
         if all(scales) and isinstance(factor, int | float) and factor > 1:

@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import JsonValue
 
+from megatron3d.attention.rotary_spec import LONGROPE
 from megatron3d.convert.fields import (
     FULL,
     AllowedValues,
@@ -376,6 +377,8 @@ ROTARY_TYPES: Mapping[str, ModelType] = {
         {"attention_bias": AllowedValues((False, None), "attention has no biases")},
         Windows(None),
         obstacles=llama_obstacles,
+        scalings=(LONGROPE,),
+        original_length=4096,
     ),
     "granite": rotary_type(
         "Granite",

@@ -47,7 +47,7 @@ def _rotated(x_BNSD: Tensor, hf: HubConfig, local_base: str, turns_neighbours: b
         hf = {**hf, "rope_parameters": dict(described)}
     share = _float(described, "partial_rotary_factor", _float(hf, "partial_rotary_factor", 1.0))
     size = int(x_BNSD.shape[-1] * share)
-    rates, scale = _rotary_rates(hf, size)
+    rates, scale = _rotary_rates(hf, size, x_BNSD.shape[2])
     angles = torch.outer(torch.arange(x_BNSD.shape[2]), torch.tensor(rates, dtype=torch.float64))
     turn = torch.polar(torch.tensor(scale, dtype=torch.float64), angles)
     halves = (
@@ -57,8 +57,11 @@ def _rotated(x_BNSD: Tensor, hf: HubConfig, local_base: str, turns_neighbours: b
     return torch.cat((turned.real, turned.imag, x_BNSD[..., size:]), dim=-1)
 
 
-def _rotary_rates(hf: HubConfig, size: int) -> tuple[list[float], float]:
-    """Return the radians per position of each pair of channels, and the factor of queries and keys."""
+def _rotary_rates(hf: HubConfig, size: int, num_positions: int) -> tuple[list[float], float]:
+    """Return the radians per position of each pair of channels, and the factor of queries and keys.
+
+    LongRoPE has one list of divisors up to the original length, and another for longer inputs.
+    """
     described = hf.get("rope_parameters") or hf.get("rope_scaling")
     rope = described if isinstance(described, dict) else {}
     base = _float(rope if "rope_theta" in rope else hf, "rope_theta", 10000.0)
@@ -67,7 +70,16 @@ def _rotary_rates(hf: HubConfig, size: int) -> tuple[list[float], float]:
     if kind == "default":
         return rates, 1.0
     factor = _float(rope, "factor", 1.0)
-    length = _float(rope, "original_max_position_embeddings", _float(hf, "max_position_embeddings", 2048))
+    positions = _float(hf, "max_position_embeddings", 2048)
+    length = _float(rope, "original_max_position_embeddings", positions)
+    if kind in ("longrope", "su") or "short_factor" in rope:
+        length = _float(hf, "original_max_position_embeddings", 4096)
+        divisors = rope["long_factor" if num_positions > length else "short_factor"]
+        assert isinstance(divisors, list), "a divisor for each pair"
+        above = _float(rope, "factor", positions / length)
+        default = math.sqrt(1 + math.log(above) / math.log(length)) if above > 1 else 1.0
+        longer = [rate / float(str(each)) for rate, each in zip(rates, divisors, strict=True)]
+        return longer, _float(rope, "attention_factor", default)
     slow, fast = _float(rope, "beta_slow", 1.0), _float(rope, "beta_fast", 32.0)
     low, high = _float(rope, "low_freq_factor", 1.0), _float(rope, "high_freq_factor", 4.0)
 

@@ -382,7 +382,9 @@ def attention_kind(arch: Architecture, layer: int) -> AttentionKind:
     size = arch.qk_pos_emb_head_dim if arch.is_latent else int(arch.kv_channels * arch.rotary_percent)
     windows = arch.window_pattern or (1,)
     window = arch.window if windows[layer % len(windows)] else None
-    rotary = Rotary(arch.rotary_base, size, arch.rotary_scaling, arch.rotary_interleaved)
+    scaling = arch.rotary_scaling
+    factors = scaling.pair_factors(arch.seq_length) if scaling else ()
+    rotary = Rotary(arch.rotary_base, size, scaling, arch.rotary_interleaved, factors)
     if window is not None and arch.rope_local_base_freq is not None:
         rotary = Rotary(arch.rope_local_base_freq, size, interleaved=arch.rotary_interleaved)
     return AttentionKind(rotary if has_rotary else None, window)

@@ -205,6 +205,11 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "add_bias_linear": True,
         "rotary_percent": 0.5,
         "use_parallel_residual": True,
+        "rotary_scaling": "longrope",
+        "original_max_position_embeddings": 4,
+        "rotary_short_factor": (1.0, 1.5),
+        "rotary_long_factor": (1.25, 4.0),
+        "max_position_embeddings": 16,
     },
 }
 # Families whose attention other models have as well, so that they need not meet every exchange with documents.

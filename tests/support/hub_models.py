@@ -96,6 +96,8 @@ _LOCAL = {"sliding_attention": {"rope_type": "default", "rope_theta": 50.0}, "fu
 _ODD = {**LLAMA, "num_hidden_layers": 5, "hidden_size": 18, "intermediate_size": 14, "pad_token_id": None}
 _ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
 _PARTIAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.4}}
+# Divisors of the rates of two pairs of channels.
+PAIRS = {"short_factor": [1.0, 1.5], "long_factor": [1.25, 4.0]}
 _DEEP = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "beta_fast": 4.0, "beta_slow": 1.0, "truncate": True}
 _DEEP |= {"original_max_position_embeddings": 8, "attention_factor": 0.9, "mscale_all_dim": 1.1}
 _LATENT = {"num_key_value_heads": 6, "q_lora_rank": 8, "kv_lora_rank": 6, "first_k_dense_replace": 5}
@@ -122,7 +124,13 @@ HUB_FAMILIES: dict[str, dict[str, Any]] = {
     "olmo": {**_ODD, "hidden_size": 60, "attention_bias": True, "rope_parameters": _SCALED},
     "olmo2": {**_ODD, "hidden_size": 60, "attention_bias": True, "rope_parameters": _SCALED},
     "olmo3": {**_ODD, "hidden_size": 60, "sliding_window": 5, "rope_parameters": _LOCAL},
-    "phi3": {**_ODD, "hidden_size": 60, "sliding_window": 7, **_PARTIAL},
+    "phi3": {
+        **_ODD,
+        "hidden_size": 60,
+        "sliding_window": 7,
+        "original_max_position_embeddings": 8,
+        "rope_parameters": {**_PARTIAL["rope_parameters"], "rope_type": "longrope", **PAIRS},
+    },
     "granite": {
         **_ODD,
         "hidden_size": 60,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megatron3d.attention.rotary_spec import YARN
-from megatron3d.config.model_defaults import LATENT_KEYS, ROTARY_KEYS
+from megatron3d.attention.rotary_spec import LONGROPE, YARN
+from megatron3d.config.model_defaults import LATENT_KEYS, ROTARY_KEYS, wrong_pair_factors
 from megatron3d.config.read import one_of
 from megatron3d.config.validate.facts import Facts, describe_mode, near_divisors, near_multiples, plain
 from megatron3d.experts.plan import expert_sizes, stage_axes
@@ -103,13 +103,33 @@ def _scaling_problems(facts: Facts) -> Iterator[str]:
             able = [name for name, others in ROTARY_KEYS.items() if key in (*others, "rotary_scaling_factor")]
             where, scaling = facts.named(f"model.{key}"), plain(facts.config, "model.rotary_scaling")
             yield f"{where}: not used with {scaling}; use {one_of(able)}, or leave it out"
-    needed = [key for key in ("rotary_scaling_factor", "original_max_position_embeddings") if key in used]
+    needed = [key for key in _EXAMPLES if key in used and (key, kind) != ("rotary_scaling_factor", LONGROPE)]
     for key in (key for key in needed if getattr(model, key) is None):
-        example = {"rotary_scaling_factor": "8.0", "original_max_position_embeddings": "8192"}[key]
-        yield f"{facts.named('model.rotary_scaling')}: needs model.{key}; set it, for example to {example}"
+        yield f"{facts.named('model.rotary_scaling')}: needs model.{key}; set it, for example to {_EXAMPLES[key]}"
     yield from _order_problems(facts)
+    yield from _pair_problems(facts)
     if kind == YARN and model.rotary_base <= 1:
         yield f"{facts.named('model.rotary_base')}: yarn needs a base above 1; use 10000.0"
+
+
+# Keys that a scaling needs, each with a value.
+_EXAMPLES = {
+    "rotary_scaling_factor": "8.0",
+    "original_max_position_embeddings": "8192",
+    "rotary_short_factor": "a list of 1.0 for each pair of channels",
+    "rotary_long_factor": "a list of 8.0 for each pair of channels",
+}
+
+
+def _pair_problems(facts: Facts) -> Iterator[str]:
+    """Yield a message for each list of longrope of another length, and for an original length without logarithm."""
+    model = facts.config.model
+    if model.rotary_scaling != LONGROPE:
+        return
+    for key, problem in wrong_pair_factors(model).items():
+        yield f"model.{key}: {problem}; give one for each"
+    if model.original_max_position_embeddings == 1:
+        yield f"{facts.named('model.original_max_position_embeddings')}: longrope divides by its logarithm; use 2"
 
 
 def _order_problems(facts: Facts) -> Iterator[str]:

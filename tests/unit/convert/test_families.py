@@ -14,6 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron3d.config.model_defaults import resolve_architecture
+from megatron3d.config.schema import Config
+from megatron3d.config.validate.rules import check
 from megatron3d.convert.config_json import read_settings, write_settings
 from megatron3d.convert.conversion import ConversionRequest, from_hub, to_hub
 from megatron3d.convert.family_table import MODEL_TYPES, family_table
@@ -21,7 +23,7 @@ from megatron3d.convert.hub_weights import STACKED
 from megatron3d.convert.reference_models import REFERENCE_LOGITS
 from megatron3d.convert.tensor_names import file_tensors
 from megatron3d.errors import UserError
-from tests.support.hub_models import DEFAULTS, GPT2, HUB_FAMILIES, write_hub
+from tests.support.hub_models import DEFAULTS, GPT2, HUB_FAMILIES, PAIRS, write_hub
 from tests.support.peers import Outputs, Unchanged, as_ours, check_equal, our_outputs, peer_outputs
 from tests.support.tiny_run import ROOT
 
@@ -87,6 +89,45 @@ def test_a_model_whose_layers_all_have_the_window_has_one_base() -> None:
     check_equal(ours, Outputs(wanted.logits, wanted.loss, as_ours(gradients, table)), 1e-9)
 
 
+@pytest.mark.parametrize("length,factor", [(8, None), (9, None), (8, 0.7), (9, 0.7)])
+def test_longrope_is_chosen_by_the_length_of_the_models_sequences(length: int, factor: float | None) -> None:
+    """transformers chooses by the length of an input: the short list up to the original length, 8, else the long."""
+    rope = {**HUB_FAMILIES["phi3"]["rope_parameters"], **({"attention_factor": factor} if factor else {})}
+    hub = {**HUB_FAMILIES["phi3"], "rope_parameters": rope}
+    tokens = TOKENS[:, : length + 1]
+    theirs, wanted = peer_outputs(hub, tokens)
+    model = read_settings(config_json(hub), seq_length=length)
+    table = file_tensors(resolve_architecture(model, 37), "phi3")
+    ours = our_outputs(model.model_dump(exclude_unset=True), as_ours(theirs, table), tokens, Unchanged())
+    check_equal(ours, Outputs(wanted.logits, wanted.loss, as_ours(wanted.gradients, table)), 1e-9)
+    other = model.model_copy(update={"seq_length": 17 - length})
+    wrong = our_outputs(other.model_dump(exclude_unset=True), as_ours(theirs, table), tokens, Unchanged())
+    assert (wrong.logits - wanted.logits).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", HUB_FAMILIES)
+def test_the_keys_are_a_valid_configuration(name: str) -> None:
+    """A run that starts from a folder is checked with what is read from it."""
+    model = read_settings(HUB_FAMILIES[name]).model_dump(exclude_unset=True)
+    train = {"micro_batch_size": 1, "global_batch_size": 1, "train_iters": 1}
+    assert check(Config.model_validate({"model": model, "train": train}), 1) == []
+
+
+def test_longrope_of_other_files() -> None:
+    """The first files name it otherwise; a factor that lengths do not give is written where older classes refuse it."""
+    rope = HUB_FAMILIES["phi3"]["rope_parameters"]
+    arch = resolve_architecture(read_settings(HUB_FAMILIES["phi3"]), 37)
+    for older in ("su", "yarn"):
+        said = {name: value for name, value in rope.items() if name != "rope_type"}
+        hub = {**HUB_FAMILIES["phi3"], "rope_parameters": {**said, "type": older}}
+        assert resolve_architecture(read_settings(hub), 37) == arch
+    _, written, _ = write_settings(arch)
+    assert written["rope_scaling"] == {"type": "longrope", **PAIRS} and written["original_max_position_embeddings"] == 8
+    other = {**HUB_FAMILIES["phi3"], "rope_parameters": {**rope, "attention_factor": 0.7}}
+    _, written, _ = write_settings(resolve_architecture(read_settings(other), 37))
+    assert isinstance(written["rope_scaling"], dict) and written["rope_scaling"]["attention_factor"] == 0.7
+
+
 @pytest.mark.parametrize("name", HUB_FAMILIES)
 def test_settings_come_back(name: str) -> None:
     """As what transformers makes of both, whether fields are written out or left to their defaults."""
@@ -141,6 +182,31 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "only rope_type default with a rope_theta works",
     ),
     "no rope in part of the layers": ("smollm3", {"no_rope_layers": [1, 0]}, "a list of 5 entries"),
+    "a scaling of another type": (
+        "phi3",
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+        "only null or rope_type default or longrope works",
+    ),
+    "longrope in a Llama": (
+        "llama",
+        {"rope_parameters": {"rope_type": "longrope", **PAIRS, "original_max_position_embeddings": 8}},
+        "only null or rope_type default, linear, llama3 or yarn works",
+    ),
+    "longrope without a list": (
+        "phi3",
+        {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0, 1.0]}},
+        "has lists as short_factor and long_factor",
+    ),
+    "factors for other pairs": (
+        "phi3",
+        {"rope_parameters": {**HUB_FAMILIES["phi3"]["rope_parameters"], "long_factor": [2.0]}},
+        "long_factor has 1 factors for 2 pairs of channels",
+    ),
+    "two original lengths": (
+        "phi3",
+        {"rope_parameters": {**HUB_FAMILIES["phi3"]["rope_parameters"], "original_max_position_embeddings": 4}},
+        "original_max_position_embeddings is 8 next to it",
+    ),
     "clipped queries": ("olmo", {"clip_qkv": 8.0}, "queries, keys and values are not clipped"),
     "both directions": ("gemma", {"use_bidirectional_attention": True}, "every position sees only earlier ones"),
     "capped scores": ("gemma3_text", {"attn_logit_softcapping": 50.0}, "this model type does not cap scores"),

@@ -11,6 +11,8 @@ from tests.support.valid_config import with_changes
 
 YARN = {"rotary_scaling": "yarn", "rotary_scaling_factor": 4.0, "original_max_position_embeddings": 4096}
 LLAMA3 = YARN | {"rotary_scaling": "llama3"}
+LONGROPE = {"rotary_scaling": "longrope", "original_max_position_embeddings": 8, "kv_channels": 4}
+LONGROPE |= {"rotary_short_factor": [1.0, 1.0], "rotary_long_factor": [2.0, 4.0]}
 BROKEN: list[tuple[dict[str, Any], str]] = [
     (
         {"rotary_percent": 0.4, "kv_channels": 8},
@@ -32,8 +34,8 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"rotary_scaling_factor": 8.0},
-        "model.rotary_scaling_factor=8.0: not used with model.rotary_scaling=null; use linear, llama3 or yarn, or "
-        "leave it out",
+        "model.rotary_scaling_factor=8.0: not used with model.rotary_scaling=null; use linear, llama3, yarn or "
+        "longrope, or leave it out",
     ),
     (
         {**LLAMA3, "rotary_beta_fast": 8.0},
@@ -55,6 +57,19 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         {"rope_local_base_freq": 1e4, "window_size": (3, 0)},
         "model.rope_local_base_freq=10000.0: every layer with RoPE has the window, so that rotary_base and "
         "rotary_scaling have no effect; set model.rotary_base instead, or model.window_attn_skip_freq",
+    ),
+    (
+        {**LONGROPE, "rotary_long_factor": None},
+        "model.rotary_scaling=longrope: needs model.rotary_long_factor; set it, for example to a list of 8.0 for each "
+        "pair of channels",
+    ),
+    (
+        {**LONGROPE, "rotary_long_factor": [2.0]},
+        "model.rotary_long_factor: 1 factors for 2 pairs of channels; give one for each",
+    ),
+    (
+        {**LONGROPE, "original_max_position_embeddings": 1},
+        "model.original_max_position_embeddings=1: longrope divides by its logarithm; use 2",
     ),
     ({**YARN, "rotary_base": 1.0}, "model.rotary_base=1.0: yarn needs a base above 1; use 10000.0"),
 ]
