@@ -27,7 +27,6 @@ from megatron3d.convert.llama_table import (
     DESCRIBED,
     MLP_BIAS,
     NO_BIAS,
-    NO_CLIPPING,
     WHOLE_PRODUCTS,
     Sizes,
     every,
@@ -503,9 +502,10 @@ EXPERT_TYPES: Mapping[str, ModelType] = {
     ),
     "olmoe": rotary_type(
         "Olmoe",
-        rotary_fields((16, 2048, 2048, 16, None, None, 4096, 50304), norm_epsilon=1e-5, add_bias_linear=False),
+        rotary_fields(
+            (16, 2048, 2048, 16, None, None, 4096, 50304), norm_epsilon=1e-5, add_bias_linear=False, clip_qkv=None
+        ),
         {"add_mlp_bias": False, "qk_layernorm": True, "qk_layernorm_scope": "projection"},
-        NO_CLIPPING,
         derived=(_OLMOE.keys(),),
     ),
 }

@@ -72,7 +72,6 @@ NO_WINDOWS = {
     "layer_types": AllowedValues(("full_attention", None), _NO_WINDOW),
 }
 WHOLE_PRODUCTS = {"pretraining_tp": AllowedValues((1, None), "its products are not computed in slices")}
-NO_CLIPPING = {"clip_qkv": AllowedValues((None,), "queries, keys and values are not clipped")}
 NO_BIAS = {"add_bias_linear": False, "add_qkv_bias": False, "add_mlp_bias": False}
 LAYER_NORM = {"normalization": "LayerNorm", "qk_layernorm": False}
 _NEIGHBOURS = {"rotary_interleaved": True, "qk_layernorm": False}
@@ -347,9 +346,9 @@ ROTARY_TYPES: Mapping[str, ModelType] = {
     ),
     "olmo": rotary_type(
         "Olmo",
-        rotary_fields((32, 4096, 11008, 32, None, None, 2048, 50304), without=("norm_epsilon",), **_OLMO),
+        rotary_fields((32, 4096, 11008, 32, None, None, 2048, 50304), ("norm_epsilon",), clip_qkv=None, **_OLMO),
         {"normalization": "PlainLayerNorm", "norm_epsilon": 1e-5, "add_mlp_bias": False, "qk_layernorm": False},
-        {**NO_CLIPPING, **WHOLE_PRODUCTS},
+        WHOLE_PRODUCTS,
         has_only_type=True,
     ),
     "olmo2": rotary_type(

@@ -381,7 +381,8 @@ class _Decoding:
             parts = [self.linear(x, f"{name}.{part}_proj", self.in_qkv) for part in "qkv"]
         if kind.head_norms == "projection":
             parts[:2] = (self.norm(part, f"{name}.{norm}_norm") for part, norm in zip(parts, "qk", strict=False))
-        q, k, v = (part.unflatten(2, (-1, size)).transpose(1, 2) for part in parts)
+        clip = _float(hf, "clip_qkv", math.inf)
+        q, k, v = (part.clamp(-clip, clip).unflatten(2, (-1, size)).transpose(1, 2) for part in parts)
         if kind.head_norms == "head" and hf.get("use_qk_norm", True):
             q, k = self.norm(q, f"{name}.q_norm"), self.norm(k, f"{name}.k_norm")
         window = _int(hf, "sliding_window", 0) if hf.get("use_sliding_window", True) else 0

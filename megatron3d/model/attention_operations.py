@@ -1,6 +1,6 @@
 """Operations of attention: projections, what lies between them and the core, exchanges between context ranks, the core.
 
-    qkv | norms of q and k | all-gather of few key heads | rotary | heads | exchange | core | gate | proj
+    qkv | norms of q and k | all-gather of few key heads | clip | rotary | heads | exchange | core | gate | proj
     down | norms of latents | q_up, kv_up | heads | exchange | core | proj                    (latent attention)
 
 What backward holds for a moment on context ranks follows the code of `attention/context/exchanges.py`, line by line:
@@ -75,6 +75,10 @@ def _from_qkv(local: LocalSizes, x: Stored) -> tuple[list[Operation], Heads]:
             whole = Stored(CORE, f"{name} gathered", local.inner(local.keys_width) * ranks)
             there, back = Traffic("all_gather", axes, sent), Traffic("reduce_scatter", axes, sent)
             passes(_between(f"{name}_gather", heads[name], whole, sent=(there,), sent_back=(back,)), name)
+    for name, count in counts.items() if arch.clip_qkv is not None else ():
+        clipped = Stored(CORE, f"{name} clipped", local.inner(count * width))
+        kernel = MemoryKernel("activation", rows * count * width)
+        passes(_between(f"{name}_clip", heads[name], clipped, saves=(heads[name],), kernels=(kernel,)), name)
     if arch.qk_layernorm and arch.qk_layernorm_scope == "head":
         for name in ("q", "k"):
             passes(_head_norm(local, name, heads[name], rows=rows * counts[name], width=width, axes=()), name)

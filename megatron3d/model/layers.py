@@ -73,7 +73,7 @@ class Attention(nn.Module):
         norm_axes = () if self.norms_heads else build.mode.inner[1]
         self.q_norm = Norm(f"{name}.q_norm", norm_axes, build) if arch.qk_layernorm else None
         self.k_norm = Norm(f"{name}.k_norm", norm_axes, build) if arch.qk_layernorm else None
-        self.has_gate = arch.attention_output_gate
+        self.has_gate, self.clip = arch.attention_output_gate, arch.clip_qkv
 
     def forward(self, x_MH: Tensor, at: Pass) -> Tensor:
         qkv_MF = self.qkv(x_MH)
@@ -97,6 +97,8 @@ class Attention(nn.Module):
         """Return attention's output [M, F] for queries, keys and values of this rank's heads."""
         norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
         q, k, v = self.heads.split(qkv_MF, at.local_length, None if self.norms_heads else norms)
+        if self.clip is not None:
+            q, k, v = (each.clamp(-self.clip, self.clip) for each in (q, k, v))
         if norms is not None and self.norms_heads:
             q, k = norms[0](q), norms[1](k)
         return self.attend_heads(self.rotated(q, at), self.rotated(k, at), v, at, kept)

@@ -201,6 +201,14 @@ class ModelOptions:
             also="attn_logit_softcapping attn_logit_softcap",
         ),
     ] = None
+    clip_qkv: Annotated[
+        float | None,
+        option(
+            "c: queries, keys and values below -c become -c, those above c become c, before norms of heads and RoPE; "
+            "default: unbounded",
+            gt=0,
+        ),
+    ] = None
     softmax_type: Annotated[
         Literal["vanilla", "off-by-one", "learnable"],
         option(

@@ -314,6 +314,26 @@ def test_documents(exchange: str | None, mean_length: int | None, balancer: str)
     assert problems(config, world_size, (1,), DOCUMENTS, is_dry=mean_length is not None) == []
 
 
+# Options of attention that change queries and keys element by element.
+BETWEEN: Mapping[str, dict[str, Any]] = {
+    "clip": {"clip_qkv": 0.5},
+}
+
+
+@pytest.mark.parametrize("recompute", [None, "core"])
+@pytest.mark.parametrize("option", BETWEEN)
+def test_options_between_the_projections_of_attention(option: str, recompute: str | None) -> None:
+    """Alone and on context ranks, with tensors kept and with the core recomputed."""
+    train: dict[str, Any] = {"micro_batch_size": 4, "precision": "bf16"}
+    train |= RECOMPUTATIONS[recompute] if recompute else {}
+    for context, world_size in ((1, 2), (2, 4)):
+        parallel = {"tensor_model_parallel_size": 2, "context_parallel_size": context}
+        given = {"model": {**MODELS["llama"], **BETWEEN[option]}, "parallel": parallel, "train": train}
+        config = Config.model_validate(given)
+        assert check(config, world_size, VOCAB_SIZE) == []
+        assert problems(config, world_size, (0, world_size - 1)) == []
+
+
 @pytest.mark.parametrize("exchange", [None, "p2p"])
 def test_capped_scores_and_sinks(exchange: str | None) -> None:
     """Capped scores are computed in pieces of 1,024 queries, of which causal ones see fewer keys."""

@@ -121,7 +121,7 @@ HUB_FAMILIES: dict[str, dict[str, Any]] = {
         "mlp_bias": True,
         **_ROPE,
     },
-    "olmo": {**_ODD, "hidden_size": 60, "attention_bias": True, "rope_parameters": _SCALED},
+    "olmo": {**_ODD, "hidden_size": 60, "attention_bias": True, "clip_qkv": 0.5, "rope_parameters": _SCALED},
     "olmo2": {**_ODD, "hidden_size": 60, "attention_bias": True, "rope_parameters": _SCALED},
     "olmo3": {**_ODD, "hidden_size": 60, "sliding_window": 5, "rope_parameters": _LOCAL},
     "phi3": {
@@ -226,7 +226,7 @@ HUB_FAMILIES: dict[str, dict[str, Any]] = {
         **_ROPE,
     },
     "minimax_m2": {**_ODD, "head_dim": 10, "num_local_experts": 5, "num_experts_per_tok": 3, **_PARTIAL},
-    "olmoe": {**_ODD, **_EXPERTS, "hidden_size": 60, "attention_bias": True, **_ROPE},
+    "olmoe": {**_ODD, **_EXPERTS, "hidden_size": 60, "attention_bias": True, "clip_qkv": 0.5, **_ROPE},
     "gemma2": {
         **_ODD,
         "head_dim": 10,

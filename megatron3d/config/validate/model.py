@@ -148,6 +148,7 @@ REPLACED = {
     "num_query_groups": "every head has keys of its own",
     "kv_channels": "heads have qk_head_dim + qk_pos_emb_head_dim and v_head_dim channels",
     "qk_layernorm": "the latents are always normalized",
+    "clip_qkv": "keys and values come from latents, which no model clips",
     "rotary_percent": "RoPE rotates the last qk_pos_emb_head_dim channels of a head",
 }
 

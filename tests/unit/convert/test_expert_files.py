@@ -174,7 +174,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "noise": ("mixtral", {"router_jitter_noise": 0.1}, "tokens reach the router as they are"),
     "no step": ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0"),
     "no experts of a token": ("deepseek_v2", {"num_experts_per_tok": None}, "num_experts_per_tok=null"),
-    "clipped": ("olmoe", {"clip_qkv": 8.0}, "not clipped"),
 }
 
 

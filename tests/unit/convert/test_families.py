@@ -207,7 +207,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"rope_parameters": {**HUB_FAMILIES["phi3"]["rope_parameters"], "original_max_position_embeddings": 4}},
         "original_max_position_embeddings is 8 next to it",
     ),
-    "clipped queries": ("olmo", {"clip_qkv": 8.0}, "queries, keys and values are not clipped"),
+    "clipped queries": ("olmo2", {"clip_qkv": 8.0}, "unknown here"),
     "both directions": ("gemma", {"use_bidirectional_attention": True}, "every position sees only earlier ones"),
     "capped scores": ("gemma3_text", {"attn_logit_softcapping": 50.0}, "this model type does not cap scores"),
     "two dropouts": ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop=0.1 and embd_pdrop=0.0"),

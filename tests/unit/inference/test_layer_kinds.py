@@ -27,8 +27,9 @@ KINDS: Mapping[str, dict[str, Any]] = {
         "softmax_scale": 0.3,
         "rope_local_base_freq": 50.0,
     },
-    "post-norms, norms of whole projections": {
+    "post-norms, norms of whole projections, clipped": {
         **PLAIN,
+        "clip_qkv": 0.4,
         "norm_placement": "post",
         "qk_layernorm": True,
         "qk_layernorm_scope": "projection",

@@ -81,6 +81,20 @@ MODELS: dict[str, dict[str, Any]] = {
         "qk_layernorm": True,
         "qk_layernorm_scope": "projection",
     },
+    "clipped queries and keys": {
+        "family": "llama",
+        "num_attention_heads": 16,
+        "num_query_groups": 8,
+        "ffn_hidden_size": 40,
+        "clip_qkv": 0.5,
+    },
+    "clipped queries and keys, one key head, QK-norm": {
+        "family": "gpt2",
+        "num_attention_heads": 8,
+        "num_query_groups": 1,
+        "qk_layernorm": True,
+        "clip_qkv": 0.5,
+    },
     "sandwich of zero-centred norms, projections normed, one key head": {
         "family": "gpt2",
         "num_attention_heads": 8,
