@@ -25,12 +25,17 @@ from megatron3d.convert.fields import (
 )
 from megatron3d.convert.llama_table import (
     DESCRIBED,
+    HUNYUAN,
+    HUNYUAN_HEADS,
+    HUNYUAN_IDS,
+    HUNYUAN_RULES,
     MLP_BIAS,
     NO_BIAS,
     WHOLE_PRODUCTS,
     Sizes,
     every,
     rotary_fields,
+    rotary_obstacles,
     rotary_type,
 )
 from megatron3d.experts.plan import Experts
@@ -112,6 +117,7 @@ class ExpertFields:
 
         def value(field: Field | None) -> JsonValue:
             found = None if field is None else settings.get(*field)
+            found = found[0] if isinstance(found, list) and found and found.count(found[0]) == len(found) else found
             return field[1] if field is not None and found is None else found
 
         layers, problems = self._layers(settings, value(self.first_dense))
@@ -142,8 +148,8 @@ class ExpertFields:
         topk, chosen = ours["moe_router_topk"], settings.get(self.method[0]) if self.method else None
         if self.method and chosen not in (None, *self.method[1:]):
             problems.append(f"{self.method[0]}={show(chosen)}: only {' or '.join(map(show, self.method[1:]))} works")
-        if topk is None:
-            problems.append(f"{self.topk[0]}=null: experts of a token; a number works")
+        if topk is None or isinstance(topk, list):
+            problems.append(f"{self.topk[0]}={show(topk)}: experts of a token; one number works")
         if self.score == "sigmoid" and topk == 1:
             problems.append(f"{self.topk[0]}=1: the weight of a single expert is its score here, and 1 there; use 2")
         return ours, problems
@@ -323,6 +329,35 @@ _MINIMAX = replace(
     first_dense=None,
 )
 
+_HUNYUAN_EXPERTS = ExpertFields(
+    ("num_experts", 1), ("moe_topk", 1), ("intermediate_size", 11008), shared=("num_shared_expert", 1)
+)
+_HUNYUAN_MOE = {
+    "num_shared_expert": AllowedValues((1, None), "every layer has one shared expert"),
+    "use_mixed_mlp_moe": AllowedValues((True, None), "every layer has one shared expert"),
+    "moe_layer_num_skipped": AllowedValues((0, None), "every layer has experts"),
+    "norm_topk_prob": AllowedValues((True, None), "weights of chosen experts are divided by their sum"),
+    "group_limited_greedy": AllowedValues((False, None), "experts have no groups"),
+    "n_group": AllowedValues((False, None), "experts have no groups"),
+    "topk_group": AllowedValues((False, None), "experts have no groups"),
+    "routed_scaling_factor": AllowedValues((False, 1.0, None), "weights of experts have no factor"),
+    "moe_drop_tokens": AllowedValues((False, None), "no token is dropped"),
+    "moe_random_routing_dropped_token": AllowedValues((False, None), "no token is dropped"),
+    "use_mla": AllowedValues((False, None), "keys and values have no latent"),
+    **dict.fromkeys(
+        ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+        AllowedValues((None,), "keys and values have no latent"),
+    ),
+}
+
+
+def _hunyuan_obstacles(arch: Architecture) -> Iterator[str]:
+    yield from rotary_obstacles(arch)
+    experts = arch.experts
+    if experts is not None and experts.shared_ffn_hidden_size != experts.ffn_hidden_size:
+        shared = experts.shared_ffn_hidden_size
+        yield f"moe_{SHARED}={shared}: this model type has one shared expert of {experts.ffn_hidden_size}"
+
 
 def _rotated_channels(settings: HubConfig) -> tuple[dict[str, JsonValue], list[str]]:
     """Return the share of a head that is rotated, where the number of its channels is given."""
@@ -491,6 +526,15 @@ EXPERT_TYPES: Mapping[str, ModelType] = {
         {"add_bias_linear": False, "add_mlp_bias": False},
         aliases={"num_nextn_predict_layers": "num_mtp_layers", "num_local_experts": "n_routed_experts"},
         derived=(_GLM.keys(),),
+    ),
+    "hunyuan_v1_moe": rotary_type(
+        "HunYuanMoEV1",
+        rotary_fields((32, 4096, 11008, 32, None, None, 2048, 290943), norm_epsilon=1e-5, add_bias_linear=False),
+        HUNYUAN,
+        {**HUNYUAN_RULES, **_HUNYUAN_MOE, **WHOLE_PRODUCTS},
+        derived=(_HUNYUAN_EXPERTS.keys(), HUNYUAN_HEADS, HUNYUAN_IDS),
+        obstacles=_hunyuan_obstacles,
+        has_alpha=True,
     ),
     "minimax_m2": rotary_type(
         "MiniMaxM2",

@@ -123,6 +123,7 @@ class ModelType:
         original_length: default of the field of the sequence length before scaling, which is not in the description of
             rotary positions; None: it is there.
         has_only_type: whether `rope_scaling` names the kind of scaling in `type` alone.
+        has_alpha: whether scaled positions of kind dynamic have a fixed `alpha`, which changes the base alone.
         has_mscale: whether `mscale_all_dim` of scaled rotary positions also chooses the factor of attention's scores.
         constants: further fields that are written.
         derived: keys that follow from several fields.
@@ -147,6 +148,7 @@ class ModelType:
     has_local_rope: bool = False
     local_base: float | None = None
     has_mscale: bool = False
+    has_alpha: bool = False
     scalings: tuple[str, ...] = (LINEAR, LLAMA3, YARN)
     original_length: int | None = None
     has_only_type: bool = False
@@ -339,6 +341,8 @@ def read_rope(settings: HubConfig, hub_type: ModelType) -> tuple[HubConfig, dict
             local, rope = rope.get(SLIDING), rope.get(FULL)
         if rope is None:
             continue
+        if hub_type.has_alpha and isinstance(rope, dict):
+            rope = dict(_with_alpha(rope, settings, hub_type))
         if isinstance(rope, dict) and _kind(rope) == LONGROPE:
             rope = {_ORIGINAL: settings.get(_ORIGINAL, hub_type.original_length), **rope}
         if problem := _problem(rope, hub_type, settings):
@@ -357,6 +361,23 @@ def read_rope(settings: HubConfig, hub_type: ModelType) -> tuple[HubConfig, dict
         base, wrong = _local_base(settings, local, hub_type)
         ours, problems = ours | base, problems + wrong
     return settings, ours, problems
+
+
+def _with_alpha(rope: Mapping[str, JsonValue], settings: HubConfig, hub_type: ModelType) -> Mapping[str, JsonValue]:
+    """Return a description with a fixed `alpha` as an unscaled one with the base alpha^(d / (d - 2)) times as large."""
+    alpha, base = (
+        rope.get("alpha"),
+        rope.get("rope_theta", settings.get("rope_theta", hub_type.fields["rotary_base"].default)),
+    )
+    size = settings.get("head_dim") or _quotient(settings.get("hidden_size"), settings.get("num_attention_heads"))
+    numbers = [each for each in (alpha, base, size) if isinstance(each, int | float)]
+    if _kind(rope) != "dynamic" or len(numbers) < 3 or numbers[2] <= 2:
+        return rope
+    return {"rope_type": "default", "rope_theta": numbers[1] * numbers[0] ** (numbers[2] / (numbers[2] - 2))}
+
+
+def _quotient(hidden: JsonValue, heads: JsonValue) -> JsonValue:
+    return hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads else None
 
 
 def _score_scale(settings: HubConfig) -> dict[str, JsonValue]:

@@ -246,6 +246,41 @@ def _described_positions(settings: HubConfig) -> tuple[dict[str, JsonValue], lis
 DESCRIBED = DerivedKeys((), (), _described_positions, lambda arch: {})
 
 
+def _read_head_size(settings: HubConfig) -> tuple[dict[str, JsonValue], list[str]]:
+    size, counts = settings.get("attention_head_dim"), settings.get("head_dim")
+    if size is None or size == counts:
+        return {}, []
+    return {}, [f"attention_head_dim={show(size)} and head_dim={show(counts)}: the latter counts; give it this value"]
+
+
+def _nothing(settings: HubConfig) -> tuple[dict[str, JsonValue], list[str]]:
+    return {}, []
+
+
+# Hunyuan: queries and keys are normalized behind RoPE.
+HUNYUAN = {"add_mlp_bias": False, "qk_layernorm": True, "qk_layernorm_after_rope": True}
+HUNYUAN_HEADS = DerivedKeys(
+    ("attention_head_dim",), (), _read_head_size, lambda arch: {"attention_head_dim": arch.kv_channels}
+)
+# Ids of tokens, and sizes of parts that no file of a language model holds.
+_HUNYUAN_IDS = """
+eod_token_id pad_id im_start_id im_end_id im_newline_id image_token_id text_start_id text_end_id mask_init_id
+video_start_id video_end_id num_media_embeds org_vocab_size class_num pool_type dense_list
+"""
+HUNYUAN_IDS = DerivedKeys(tuple(_HUNYUAN_IDS.split()), (), _nothing, lambda arch: {})
+HUNYUAN_RULES = {
+    "use_qk_norm": AllowedValues((True, None), "queries and keys are normalized"),
+    "use_cla": AllowedValues((False, None), "every layer has keys of its own"),
+    "cla_share_factor": AllowedValues((2, 1, None), "every layer has keys of its own"),
+    "use_rotary_pos_emb": AllowedValues((True, None), "positions are rotary"),
+    "position_embedding_xdrope": AllowedValues((False, None), "a position is one number"),
+    "xdrope_section": AllowedValues((None,), "a position is one number"),
+    "norm_type": AllowedValues(("rms", "hf_rms", None), "norms divide by the root mean square"),
+    "mlp_bias": AllowedValues((False, None), "the MLP has no biases"),
+    "add_classification_head": AllowedValues((False, None), "the model has no classifier"),
+}
+
+
 def _cohere_type(
     class_name: str, name: str, base: float, rules: Mapping[str, AllowedValues], **others: Any
 ) -> ModelType:
@@ -472,6 +507,14 @@ ROTARY_TYPES: Mapping[str, ModelType] = {
             add_bias_linear=FieldMapping(("use_bias",), False),
         ),
         _NEIGHBOURS,
+    ),
+    "hunyuan_v1_dense": rotary_type(
+        "HunYuanDenseV1",
+        rotary_fields((32, 4096, 11008, 32, None, None, 2048, 290943), norm_epsilon=1e-5, add_bias_linear=False),
+        HUNYUAN,
+        {**HUNYUAN_RULES, **WHOLE_PRODUCTS},
+        derived=(HUNYUAN_HEADS, HUNYUAN_IDS),
+        has_alpha=True,
     ),
     "apertus": rotary_type(
         "Apertus",

@@ -65,6 +65,8 @@ def _rotary_rates(hf: HubConfig, size: int, num_positions: int) -> tuple[list[fl
     described = hf.get("rope_parameters") or hf.get("rope_scaling")
     rope = described if isinstance(described, dict) else {}
     base = _float(rope if "rope_theta" in rope else hf, "rope_theta", 10000.0)
+    if rope.get("alpha"):
+        base, rope = base * _float(rope, "alpha", 1.0) ** (size / (size - 2)), {}
     rates = [math.pow(base, -2 * pair / size) for pair in range(size // 2)]
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
@@ -190,7 +192,7 @@ def _mixture(hf: HubConfig, weights: Weights, x_TH: Tensor, layer: str, activati
         else:
             outputs = _clamped_expert(weights, f"{layer}.mlp.experts", expert, x_TH[token])
         y_TH.index_add_(0, token, outputs * shares[token, slot].unsqueeze(1))
-    for name in ("shared_experts", "shared_expert"):
+    for name in ("shared_experts", "shared_expert", "shared_mlp"):
         if _first(weights, f"{layer}.mlp.{name}.gate_proj.weight") is not None:
             parts = [weights(f"{layer}.mlp.{name}.{part}_proj.weight") for part in ("gate", "up", "down")]
             shared_TH = _gated(x_TH, parts, activation)
@@ -213,9 +215,11 @@ def _choice(hf: HubConfig, logits_TE: Tensor, bias_E: Tensor | None) -> tuple[Te
         best = grouped.sort(-1, descending=True).values[..., : 2 if is_sigmoid else 1].sum(-1).topk(kept).indices
         outside = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(-1, best, False)
         choice = grouped.masked_fill(outside.unsqueeze(-1), float("-inf")).flatten(-2)
-    chosen = choice.topk(int(str(hf.get("num_experts_per_tok") or 8))).indices
+    count = hf.get("moe_topk", hf.get("num_experts_per_tok"))
+    count = count[0] if isinstance(count, list) else count
+    chosen = choice.topk(int(str(count or 8))).indices
     shares = scores.gather(-1, chosen)
-    if hf.get("norm_topk_prob", is_sigmoid or hf["model_type"] in ("mixtral", "gpt_oss")):
+    if hf.get("norm_topk_prob", is_sigmoid or hf["model_type"] in ("mixtral", "gpt_oss", "hunyuan_v1_moe")):
         shares = shares / shares.sum(-1, keepdim=True)
     return chosen, shares * float(str(hf.get("routed_scaling_factor") or 1.0))
 
@@ -245,8 +249,11 @@ def _expert(weights: Weights, layer: str, expert: int) -> list[Tensor]:
     return [weights(name) for name in named]
 
 
+_ROUTERS = ("mlp.gate", "mlp.gate.wg", "block_sparse_moe.gate", "mlp.router")
+
+
 def _router(weights: Weights, layer: str) -> Tensor | None:
-    return _first(weights, *(f"{layer}.{name}.weight" for name in ("mlp.gate", "block_sparse_moe.gate", "mlp.router")))
+    return _first(weights, *(f"{layer}.{name}.weight" for name in _ROUTERS))
 
 
 def _first(weights: Weights, *names: str) -> Tensor | None:
@@ -289,7 +296,8 @@ class Decoder:
             biases are those that files hold.
         epsilon: field of the norms' epsilon.
         before, after: names of the norms on the inputs, and on the outputs, of attention and MLP.
-        head_norms: queries and keys are normalized over "head" or "projection", or not ("").
+        head_norms: queries and keys are normalized over "head" or "projection", over each head behind their rotation
+            ("rotated head"), or not ("").
         mlp: names of the gate (none: ""), of the projection up, and of the one down; "gate_up_proj" holds both.
         has_bias: fields that switch biases on in q, k and v, in attention's output, and in the MLP; True: always.
         scales_embedding: embeddings are multiplied by the root of the hidden size.
@@ -389,6 +397,8 @@ class _Decoding:
         slides = bool(window) and _is_sliding(hf, layer)
         if _is_rotated(hf, layer) and (slides or not kind.rotates_windows):
             q, k = (_rotated(part, hf, kind.local_base if slides else "", kind.turns_neighbours) for part in (q, k))
+        if kind.head_norms == "rotated head":
+            q, k = self.norm(q, f"{name}.query_layernorm"), self.norm(k, f"{name}.key_layernorm")
         k, v = (part.repeat_interleave(heads // groups, dim=1) for part in (k, v))
         scale = _float(hf, kind.scale, size) ** -0.5 if kind.scale else _float(hf, "attention_multiplier", size**-0.5)
         cap = _float(hf, "attn_logit_softcapping", 0.0)
@@ -497,6 +507,9 @@ _COHERE = Decoder(
     turns_neighbours=True,
     is_parallel=True,
 )
+_HUNYUAN = Decoder(
+    {"rms_norm_eps": 1e-5}, head_norms="rotated head", has_bias=("attention_bias", "attention_bias", False)
+)
 DECODERS: Mapping[str, Decoder] = {
     "llama": Decoder(),
     "mistral": Decoder({"num_key_value_heads": 8}),
@@ -591,6 +604,8 @@ DECODERS: Mapping[str, Decoder] = {
         has_bias=("use_bias", "use_bias", "use_bias"),
         turns_neighbours=True,
     ),
+    "hunyuan_v1_dense": _HUNYUAN,
+    "hunyuan_v1_moe": replace(_HUNYUAN, defaults={**_HUNYUAN.defaults, "num_experts_per_tok": 1}),
     "apertus": Decoder(
         {"rms_norm_eps": 1e-5, "rope_theta": 12000000.0, "hidden_act": "xielu"},
         before=("attention_layernorm", "feedforward_layernorm"),

@@ -80,6 +80,7 @@ _NEOX = _rows("""
     embed_out                                      head
 """)
 _HEAD_NORMS = _layer("self_attn.q_norm attention.q_norm; self_attn.k_norm attention.k_norm")
+_NORMS_BEHIND_ROPE = _layer("self_attn.query_layernorm attention.q_norm; self_attn.key_layernorm attention.k_norm")
 _NO_NORMS = _layer("input_layernorm; post_attention_layernorm")
 _OUTPUT_NORMS = _layer("post_attention_layernorm attention_output_norm; post_feedforward_layernorm mlp_output_norm")
 _INPUT_NORM_OF_MLP = _layer("pre_feedforward_layernorm post_attention_norm")
@@ -101,6 +102,7 @@ _EXPERTS = _mlp("experts.{e}", "experts.{e}")
 _ROUTER = _layer("mlp.gate mlp.router")
 _CHOICE_BIAS = _layer("mlp.gate.e_score_correction_bias! mlp.router.expert_bias")
 _SHARED = _mlp("shared_experts", "shared_experts")
+_HUNYUAN = _mlp("shared_mlp", "shared_experts") | _layer("mlp.gate.wg mlp.router")
 _GATED_SHARED = _mlp("shared_expert", "shared_experts") | _layer("mlp.shared_expert_gate mlp.shared_gate")
 _MIXTRAL = _layer("""
     block_sparse_moe.gate            mlp.router
@@ -169,6 +171,8 @@ MODULES: Mapping[str, Modules] = {
     **dict.fromkeys(("qwen3_moe", "olmoe"), _modules(_HEAD_NORMS, _ROUTER, _EXPERTS)),
     "glm4": _modules(_GLM4),
     "ernie4_5": _LLAMA,
+    "hunyuan_v1_dense": _modules(_NORMS_BEHIND_ROPE),
+    "hunyuan_v1_moe": _modules(_NORMS_BEHIND_ROPE, _HUNYUAN, _EXPERTS),
     "apertus": _modules(_HEAD_NORMS, _APERTUS),
     **dict.fromkeys(("cohere", "cohere2"), _modules({f"{LAYER}post_attention_layernorm": ()})),
     "gemma": _LLAMA,

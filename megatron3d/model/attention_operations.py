@@ -79,14 +79,20 @@ def _from_qkv(local: LocalSizes, x: Stored) -> tuple[list[Operation], Heads]:
         clipped = Stored(CORE, f"{name} clipped", local.inner(count * width))
         kernel = MemoryKernel("activation", rows * count * width)
         passes(_between(f"{name}_clip", heads[name], clipped, saves=(heads[name],), kernels=(kernel,)), name)
-    if arch.qk_layernorm and arch.qk_layernorm_scope == "head":
-        for name in ("q", "k"):
+
+    def normalizes() -> None:
+        for name in ("q", "k") if arch.qk_layernorm and arch.qk_layernorm_scope == "head" else ():
             passes(_head_norm(local, name, heads[name], rows=rows * counts[name], width=width, axes=()), name)
-    if rotary := local.attention.rotary:
-        for name in ("q", "k"):
+
+    def rotates() -> None:
+        rotary = local.attention.rotary
+        for name in ("q", "k") if rotary else ():
             rotated = Stored(CORE, f"{name} rotated", local.inner(counts[name] * width))
-            kernel = MemoryKernel("rotary", rows * counts[name] * rotary.num_channels)
+            kernel = MemoryKernel("rotary", rows * counts[name] * (rotary.num_channels if rotary else 0))
             passes(_between(f"{name}_rotary", heads[name], rotated, kernels=(kernel,)), name)
+
+    for step in (rotates, normalizes) if arch.qk_layernorm_after_rope else (normalizes, rotates):
+        step()
     for name in ("k", "v") if not local.heads.are_even else ():
         each = Stored(CORE, f"{name} for each head", local.inner(local.num_queries * width))
         is_gathered = bool(local.mode.context) and local.mode.exchange == GATHER

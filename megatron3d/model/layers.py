@@ -69,7 +69,7 @@ class Attention(nn.Module):
         """Add the modules that make queries, keys and values, in the order of the forward pass."""
         arch, name = build.arch, f"{layer}.attention"
         self.qkv = Linear(layer, QKV, build)
-        self.norms_heads = arch.qk_layernorm_scope == "head"
+        self.norms_heads, self.rotates_first = arch.qk_layernorm_scope == "head", arch.qk_layernorm_after_rope
         norm_axes = () if self.norms_heads else build.mode.inner[1]
         self.q_norm = Norm(f"{name}.q_norm", norm_axes, build) if arch.qk_layernorm else None
         self.k_norm = Norm(f"{name}.k_norm", norm_axes, build) if arch.qk_layernorm else None
@@ -99,9 +99,12 @@ class Attention(nn.Module):
         q, k, v = self.heads.split(qkv_MF, at.local_length, None if self.norms_heads else norms)
         if self.clip is not None:
             q, k, v = (each.clamp(-self.clip, self.clip) for each in (q, k, v))
-        if norms is not None and self.norms_heads:
+        if norms is not None and self.norms_heads and not self.rotates_first:
             q, k = norms[0](q), norms[1](k)
-        return self.attend_heads(self.rotated(q, at), self.rotated(k, at), v, at, kept)
+        q, k = self.rotated(q, at), self.rotated(k, at)
+        if norms is not None and self.rotates_first:
+            q, k = norms[0](q), norms[1](k)
+        return self.attend_heads(q, k, v, at, kept)
 
     def rotated(self, x_BSND: Tensor, at: Pass) -> Tensor:
         """Return queries or keys with the rotary embedding of their positions, if this layer has one."""

@@ -317,6 +317,7 @@ def test_documents(exchange: str | None, mean_length: int | None, balancer: str)
 # Options of attention that change queries and keys element by element.
 BETWEEN: Mapping[str, dict[str, Any]] = {
     "clip": {"clip_qkv": 0.5},
+    "norms behind RoPE": {"qk_layernorm": True, "qk_layernorm_after_rope": True},
 }
 
 
@@ -324,8 +325,8 @@ BETWEEN: Mapping[str, dict[str, Any]] = {
 @pytest.mark.parametrize("option", BETWEEN)
 def test_options_between_the_projections_of_attention(option: str, recompute: str | None) -> None:
     """Alone and on context ranks, with tensors kept and with the core recomputed."""
-    train: dict[str, Any] = {"micro_batch_size": 4, "precision": "bf16"}
-    train |= RECOMPUTATIONS[recompute] if recompute else {}
+    recomputed: Any = RECOMPUTATIONS[recompute] if recompute else {}
+    train = {"micro_batch_size": 4, "precision": "bf16", **recomputed}
     for context, world_size in ((1, 2), (2, 4)):
         parallel = {"tensor_model_parallel_size": 2, "context_parallel_size": context}
         given = {"model": {**MODELS["llama"], **BETWEEN[option]}, "parallel": parallel, "train": train}

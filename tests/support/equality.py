@@ -142,6 +142,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "norm_placement": "sandwich",
         "apply_layernorm_1p": True,
         "qk_layernorm": True,
+        "qk_layernorm_after_rope": True,
         "activation": "geglu_tanh",
         "embedding_scale": 7.0,
         "softmax_scale": 0.25,

@@ -145,6 +145,15 @@ HUB_FAMILIES: dict[str, dict[str, Any]] = {
     "nemotron": {**_ODD, "head_dim": 10, "attention_bias": True, "mlp_bias": True, **_PARTIAL},
     "glm4": {**_ODD, "head_dim": 10, "attention_bias": True, **_PARTIAL},
     "ernie4_5": {**_ODD, "head_dim": 10, "use_bias": True, "tie_word_embeddings": False, **_ROPE},
+    "hunyuan_v1_dense": {**_ODD, "head_dim": 10, "attention_bias": True, **_ROPE},
+    "hunyuan_v1_moe": {
+        **_ODD,
+        "head_dim": 10,
+        "attention_bias": True,
+        "num_experts": 5,
+        "moe_topk": 3,
+        **_ROPE,
+    },
     "apertus": {**_ODD, "hidden_size": 60, "attention_bias": True, **_ROPE},
     "cohere": {**_ODD, "hidden_size": 60, "attention_bias": True, "logit_scale": 0.3, **_ROPE},
     "cohere2": {

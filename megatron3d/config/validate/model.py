@@ -39,7 +39,14 @@ def window_problems(facts: Facts) -> Iterator[str]:
 
 
 SCALING_KEYS = ("rotary_scaling_factor", *dict.fromkeys(key for keys in ROTARY_KEYS.values() for key in keys))
-ROPE_KEYS = ("rotary_percent", "rotary_interleaved", "no_rope_freq", "rotary_scaling", "rope_local_base_freq")
+ROPE_KEYS = (
+    "rotary_percent",
+    "rotary_interleaved",
+    "no_rope_freq",
+    "rotary_scaling",
+    "rope_local_base_freq",
+    "qk_layernorm_after_rope",
+)
 
 
 def rotary_problems(facts: Facts) -> Iterator[str]:
@@ -54,9 +61,21 @@ def rotary_problems(facts: Facts) -> Iterator[str]:
                 )
     else:
         yield from _channel_problems(facts)
+        yield from _order_of_norm_problems(facts)
         yield from _local_base_problems(facts)
     yield from _pattern_problems(facts)
     yield from _scaling_problems(facts)
+
+
+def _order_of_norm_problems(facts: Facts) -> Iterator[str]:
+    """Yield a message for norms behind RoPE of which there are none, or that are over more than a head."""
+    arch, where = facts.arch, facts.named("model.qk_layernorm_after_rope")
+    if not arch.qk_layernorm_after_rope or arch.is_latent:  # which is refused elsewhere
+        return
+    if not arch.qk_layernorm:
+        yield f"{where}: queries and keys have no norm; use model.qk_layernorm=true, or leave it out"
+    elif arch.qk_layernorm_scope != "head":
+        yield f"{where}: RoPE works on heads; use model.qk_layernorm_scope=head, or leave it out"
 
 
 def _channel_problems(facts: Facts) -> Iterator[str]:
@@ -148,6 +167,7 @@ REPLACED = {
     "num_query_groups": "every head has keys of its own",
     "kv_channels": "heads have qk_head_dim + qk_pos_emb_head_dim and v_head_dim channels",
     "qk_layernorm": "the latents are always normalized",
+    "qk_layernorm_after_rope": "the latents are always normalized",
     "clip_qkv": "keys and values come from latents, which no model clips",
     "rotary_percent": "RoPE rotates the last qk_pos_emb_head_dim channels of a head",
 }

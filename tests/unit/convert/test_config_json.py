@@ -92,7 +92,13 @@ def test_every_field_of_the_architecture_is_mapped(model_type: str) -> None:
     before = write_settings(arch, model_type)
     of_rope = {"rotary_base", "rotary_scaling", "rotary_percent", "no_rope_freq", "rope_local_base_freq"}
     unused = {"padded_vocab_size", "balance", "window_pattern", "seq_length", "mtp_loss_scaling_factor"}
-    has_mlp = model_type not in ("mixtral", "olmoe", "gpt_oss", "minimax_m2")  # whose layers all have experts
+    has_mlp = model_type not in (
+        "mixtral",
+        "olmoe",
+        "gpt_oss",
+        "minimax_m2",
+        "hunyuan_v1_moe",
+    )  # whose layers all have experts
     unused |= set() if has_mlp else {"ffn_hidden_size"}
     for name in set(other) - unused - (of_rope if model_type == "gpt2" else set()):
         if other[name] == getattr(arch, name):

@@ -105,6 +105,23 @@ def test_longrope_is_chosen_by_the_length_of_the_models_sequences(length: int, f
     assert (wrong.logits - wanted.logits).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("name", ["hunyuan_v1_dense", "hunyuan_v1_moe"])
+def test_a_fixed_alpha_is_another_base(name: str) -> None:
+    """Hunyuan's files name it a dynamic scaling, with fields that have no effect; it comes back as the base."""
+    rope = {"type": "dynamic", "alpha": 50.0, "factor": 1.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0}
+    hub = {**HUB_FAMILIES[name], "rope_theta": 500.0, "rope_parameters": None, "rope_scaling": rope}
+    theirs, wanted = peer_outputs({**hub, "rope_parameters": {**rope, "rope_theta": 500.0}}, TOKENS)
+    model = read_settings(hub)
+    assert (model.rotary_base, model.rotary_scaling) == (500.0 * 50.0 ** (10 / 8), None)
+    is_stacked = any(STACKED.search(each) for each in theirs)
+    table = file_tensors(resolve_architecture(model, 37), name, is_stacked)
+    ours = our_outputs(model.model_dump(exclude_unset=True), as_ours(theirs, table), TOKENS, Unchanged())
+    torch.testing.assert_close(ours.logits, wanted.logits, atol=1e-9, rtol=1e-9)
+    weights = {key: value.double() for key, value in theirs.items()}
+    logits = REFERENCE_LOGITS[name](hub, weights.__getitem__, TOKENS[:, :-1])
+    torch.testing.assert_close(logits, wanted.logits, atol=1e-9, rtol=1e-9)
+
+
 @pytest.mark.parametrize("name", HUB_FAMILIES)
 def test_the_keys_are_a_valid_configuration(name: str) -> None:
     """A run that starts from a folder is checked with what is read from it."""
@@ -190,6 +207,18 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "longrope in a Llama": (
         "llama",
         {"rope_parameters": {"rope_type": "longrope", **PAIRS, "original_max_position_embeddings": 8}},
+        "only null or rope_type default, linear, llama3 or yarn works",
+    ),
+    "another size of heads": (
+        "hunyuan_v1_dense",
+        {"attention_head_dim": 12},
+        "attention_head_dim=12 and head_dim=10",
+    ),
+    "two shared experts": ("hunyuan_v1_moe", {"num_shared_expert": [2] * 5}, "every layer has one shared expert"),
+    "other experts in a layer": ("hunyuan_v1_moe", {"moe_topk": [2, 3, 3, 3, 3]}, "moe_topk"),
+    "a dynamic scaling": (
+        "hunyuan_v1_dense",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
         "only null or rope_type default, linear, llama3 or yarn works",
     ),
     "longrope without a list": (

@@ -34,7 +34,12 @@ KINDS: Mapping[str, dict[str, Any]] = {
         "qk_layernorm": True,
         "qk_layernorm_scope": "projection",
     },
-    "no positions in every third layer": {**PLAIN, "no_rope_freq": 3},
+    "no positions in every third layer, norms behind RoPE": {
+        **PLAIN,
+        "no_rope_freq": 3,
+        "qk_layernorm": True,
+        "qk_layernorm_after_rope": True,
+    },
     "no positions at all": {**PLAIN, "position_embedding_type": "none"},
     "part of a head, neighbours rotated, parallel residual": {
         **PLAIN,

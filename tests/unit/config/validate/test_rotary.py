@@ -59,6 +59,15 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         "rotary_scaling have no effect; set model.rotary_base instead, or model.window_attn_skip_freq",
     ),
     (
+        {"qk_layernorm_after_rope": True},
+        "model.qk_layernorm_after_rope=true: queries and keys have no norm; use model.qk_layernorm=true, or leave it "
+        "out",
+    ),
+    (
+        {"qk_layernorm_after_rope": True, "qk_layernorm": True, "qk_layernorm_scope": "projection"},
+        "model.qk_layernorm_after_rope=true: RoPE works on heads; use model.qk_layernorm_scope=head, or leave it out",
+    ),
+    (
         {**LONGROPE, "rotary_long_factor": None},
         "model.rotary_scaling=longrope: needs model.rotary_long_factor; set it, for example to a list of 8.0 for each "
         "pair of channels",

@@ -88,6 +88,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "ffn_hidden_size": 40,
         "clip_qkv": 0.5,
     },
+    "norms behind RoPE": {
+        "family": "llama",
+        "num_attention_heads": 8,
+        "num_query_groups": 4,
+        "ffn_hidden_size": 40,
+        "qk_layernorm": True,
+        "qk_layernorm_after_rope": True,
+    },
     "clipped queries and keys, one key head, QK-norm": {
         "family": "gpt2",
         "num_attention_heads": 8,
