@@ -798,6 +798,34 @@ MUTATIONS = [
         ("tests/unit/model/test_peers.py",),
     ),
     Mutation(
+        "the short list of longrope below the original length only",
+        "attention/rotary_spec.py",
+        "self.short_factor if seq_length <= length else",
+        "self.short_factor if seq_length < length else",
+        ("tests/unit/convert/test_families.py",),
+    ),
+    Mutation(
+        "values not clipped",
+        "model/layers.py",
+        "q, k, v = (each.clamp(-self.clip, self.clip) for each in (q, k, v))",
+        "q, k = (each.clamp(-self.clip, self.clip) for each in (q, k))",
+        ("tests/unit/convert/test_families.py",),
+    ),
+    Mutation(
+        "norms of heads before RoPE where they are behind it",
+        "model/layers.py",
+        "self.norms_heads and not self.rotates_first:",
+        "self.norms_heads:",
+        ("tests/unit/convert/test_families.py",),
+    ),
+    Mutation(
+        "factors of queries a position late",
+        "attention/rotary.py",
+        "torch.arange(seq_length, device=like.device) + temperature.offset",
+        "torch.arange(seq_length, device=like.device) - 1 + temperature.offset",
+        ("tests/unit/convert/test_families.py",),
+    ),
+    Mutation(
         "MLP of a parallel residual reads the stream after attention",
         "model/layers.py",
         "(x_MH, normed_MH, sum_MH)[self.mlp_input]",
@@ -1016,8 +1044,8 @@ MUTATIONS = [
     Mutation(
         "rotary positions begin at 0 on every context rank",
         "model/gpt.py",
-        "(cut_positions(cos, chunks, dim=0), cut_positions(sin, chunks, dim=0)) for",
-        "(cos[: seq_length // self.order.num_ranks], sin[: seq_length // self.order.num_ranks]) for",
+        "cut_positions(each, chunks, dim=0) for each in tables",
+        "each[: seq_length // self.order.num_ranks] for each in tables",
     ),
     Mutation(
         "labels taken after a sequence is split over context ranks",

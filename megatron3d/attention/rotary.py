@@ -13,9 +13,20 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from megatron3d.attention.rotary_spec import LINEAR, LLAMA3, LONGROPE, YARN, Rotary, RotaryScaling, yarn_range
+from megatron3d.attention.rotary_spec import (
+    LINEAR,
+    LLAMA3,
+    LONGROPE,
+    YARN,
+    Rotary,
+    RotaryScaling,
+    Temperature,
+    yarn_range,
+)
 
 RotaryTables = tuple[Tensor, Tensor]
+# Tables by position: those of a rotary embedding, or the factors of queries.
+PositionTables = tuple[Tensor, ...]
 
 
 def rotary_tables(seq_length: int, rotary: Rotary, like: Tensor) -> RotaryTables:
@@ -29,6 +40,13 @@ def rotary_tables(seq_length: int, rotary: Rotary, like: Tensor) -> RotaryTables
     cos, sin = angles.cos(), angles.sin()
     factor = rotary.scaling.attention_factor if rotary.scaling else None
     return (cos, sin) if factor is None else (cos * factor, sin * factor)
+
+
+def temperature_table(seq_length: int, temperature: Temperature, like: Tensor) -> PositionTables:
+    """Return the factors [S, 1, 1] of the queries at each position, in fp32 or wider."""
+    wide = torch.promote_types(like.dtype, torch.float32)
+    positions = torch.arange(seq_length, device=like.device) + temperature.offset
+    return ((1 + temperature.beta * (positions // temperature.length).to(wide).log1p())[:, None, None],)
 
 
 def rotary_rates(rotary: Rotary, dtype: torch.dtype, device: torch.device) -> Tensor:

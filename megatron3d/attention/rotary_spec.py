@@ -66,6 +66,18 @@ class Rotary:
     pair_factors: tuple[float, ...] = ()
 
 
+@dataclass(frozen=True)
+class Temperature:
+    """Factor of the queries at each position p (Nakanishi 2025, arXiv:2501.19399, in Meta's and Mistral's form).
+
+    1 + beta ln(1 + floor((p + offset) / length))
+    """
+
+    beta: float
+    length: int
+    offset: int = 0
+
+
 def yarn_attention_factor(factor: float) -> float:
     """Return YaRN's factor of queries and keys, 0.1 ln(factor) + 1."""
     return 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -219,6 +219,7 @@ def _traits(arch: Architecture, hub_type: ModelType) -> dict[str, object]:
     effect."""
     chosen = {*hub_type.fields, *hub_type.fixed, *hub_type.computed, *((LOCAL_BASE,) * hub_type.has_local_rope)}
     chosen |= {"softmax_scale"} if hub_type.has_mscale else set()
+    chosen |= {"attention_temperature_beta", "attention_temperature_length"} if hub_type.has_beta else set()
     chosen |= {key for derived in hub_type.derived for key in derived.keys}
     # Biases that are the same for all linears need no key of their own.
     absent = {**SWITCHES, **dict.fromkeys(("add_qkv_bias", "add_mlp_bias"), arch.add_bias_linear)}
@@ -240,6 +241,10 @@ def _layer_obstacles(arch: Architecture, hub_type: ModelType) -> Iterator[str]:
     scaling = arch.rotary_scaling
     if scaling is not None and scaling.kind not in hub_type.scalings:
         yield f"rotary_scaling={scaling.kind}: {hub_type.class_name} has {' or '.join(('none', *hub_type.scalings))}"
+    length = arch.attention_temperature_length
+    original = scaling.original_max_position_embeddings if scaling else None
+    if hub_type.has_beta and arch.attention_temperature_beta and original not in (None, length):
+        yield f"attention_temperature_length={length}: {hub_type.class_name} has original_max_position_embeddings"
     is_scaled = scaling is not None and scaling.kind == YARN and scaling.factor > 1
     if hub_type.has_mscale and arch.softmax_scale is not None and not is_scaled:
         yield f"softmax_scale={arch.softmax_scale}: {hub_type.class_name} scales scores with rotary_scaling=yarn only"

@@ -66,7 +66,7 @@ _IMAGES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "mo
 _TEXT = {"language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model."}
 WHOLE_MODELS: Mapping[str, WholeModel] = {
     "gemma3": WholeModel("Gemma3ForConditionalGeneration", ("gemma3_text",), _TEXT, _IMAGES),
-    "mistral3": WholeModel("Mistral3ForConditionalGeneration", ("mistral",), _TEXT, _IMAGES),
+    "mistral3": WholeModel("Mistral3ForConditionalGeneration", ("mistral", "ministral3"), _TEXT, _IMAGES),
 }
 
 
@@ -107,6 +107,8 @@ def _free(hub_type: ModelType) -> Iterator[str]:
         yield "rope_local_base_freq"
     if hub_type.has_rope:
         yield "rotary_scaling"
+    if hub_type.has_beta:
+        yield from ("attention_temperature_beta", "attention_temperature_length")
     for derived in hub_type.derived:
         yield from derived.model_keys
 

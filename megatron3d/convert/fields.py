@@ -123,6 +123,7 @@ class ModelType:
         original_length: default of the field of the sequence length before scaling, which is not in the description of
             rotary positions; None: it is there.
         has_only_type: whether `rope_scaling` names the kind of scaling in `type` alone.
+        has_beta: whether the description of rotary positions has a factor of queries by position.
         has_alpha: whether scaled positions of kind dynamic have a fixed `alpha`, which changes the base alone.
         has_mscale: whether `mscale_all_dim` of scaled rotary positions also chooses the factor of attention's scores.
         constants: further fields that are written.
@@ -149,6 +150,7 @@ class ModelType:
     local_base: float | None = None
     has_mscale: bool = False
     has_alpha: bool = False
+    has_beta: bool = False
     scalings: tuple[str, ...] = (LINEAR, LLAMA3, YARN)
     original_length: int | None = None
     has_only_type: bool = False
@@ -341,6 +343,10 @@ def read_rope(settings: HubConfig, hub_type: ModelType) -> tuple[HubConfig, dict
             local, rope = rope.get(SLIDING), rope.get(FULL)
         if rope is None:
             continue
+        factors: dict[str, JsonValue] = {}
+        if hub_type.has_beta and isinstance(rope, dict):
+            rope, factors, wrong = _factors_of_queries(rope)
+            problems += [f"{name}={show(settings[name])}: {problem}" for problem in wrong]
         if hub_type.has_alpha and isinstance(rope, dict):
             rope = dict(_with_alpha(rope, settings, hub_type))
         if isinstance(rope, dict) and _kind(rope) == LONGROPE:
@@ -350,7 +356,7 @@ def read_rope(settings: HubConfig, hub_type: ModelType) -> tuple[HubConfig, dict
         elif isinstance(rope, dict):
             chosen: HubConfig = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
             settings = {**settings, **chosen}
-            values.append(_scaling(rope, settings.get("max_position_embeddings")))
+            values.append(_scaling(rope, settings.get("max_position_embeddings")) | factors)
     if len(values) == 2 and values[0] != values[1]:
         both = " and ".join(f"{name}={show(settings[name])}" for name in _DESCRIPTIONS)
         problems.append(f"{both}: they describe different rotary positions; remove the wrong one")
@@ -361,6 +367,20 @@ def read_rope(settings: HubConfig, hub_type: ModelType) -> tuple[HubConfig, dict
         base, wrong = _local_base(settings, local, hub_type)
         ours, problems = ours | base, problems + wrong
     return settings, ours, problems
+
+
+_BETA = "llama_4_scaling_beta"
+
+
+def _factors_of_queries(rope: dict[str, JsonValue]) -> tuple[dict[str, JsonValue], dict[str, JsonValue], list[str]]:
+    """Return a description without the factor of queries by position, our keys of the factor, and problems."""
+    beta, length = rope.get(_BETA), rope.get(_ORIGINAL)
+    others = {name: value for name, value in rope.items() if name not in (_BETA, "max_position_embeddings")}
+    if _kind(rope) in ("default", LINEAR):
+        others.pop(_ORIGINAL, None)
+    if not isinstance(beta, int | float) or not isinstance(length, int):
+        return others, {}, [f"this type has numbers as {_BETA} (0 for no factor of queries) and {_ORIGINAL}; add them"]
+    return others, ({"attention_temperature_beta": beta, "attention_temperature_length": length} if beta else {}), []
 
 
 def _with_alpha(rope: Mapping[str, JsonValue], settings: HubConfig, hub_type: ModelType) -> Mapping[str, JsonValue]:
@@ -430,8 +450,11 @@ def write_rope(arch: Architecture, hub_type: ModelType) -> dict[str, JsonValue]:
     plain: dict[str, JsonValue] = {"rope_type": "default", "rope_theta": arch.rotary_base}
     if "rotary_percent" in hub_type.fields:
         plain["partial_rotary_factor"] = arch.rotary_percent
+    if hub_type.has_beta:
+        length = (scaling or {}).get(_ORIGINAL, arch.attention_temperature_length)
+        plain |= {_BETA: arch.attention_temperature_beta or 0.0, _ORIGINAL: length}
     described: dict[str, JsonValue] = {**plain, **(scaling or {})}
-    older = scaling
+    older = scaling if not hub_type.has_beta else None  # which no earlier version reads
     if scaling and hub_type.has_only_type:
         older = {"type" if name == "rope_type" else name: value for name, value in scaling.items()}
     if hub_type.original_length and scaling:

@@ -352,6 +352,14 @@ ROTARY_TYPES: Mapping[str, ModelType] = {
         {**NO_BIAS, "qk_layernorm": False},
         windows=Windows(4096),
     ),
+    "ministral3": rotary_type(
+        "Ministral3",
+        rotary_fields((34, 4096, 14336, 32, 8, 128, 262144, 131072), norm_epsilon=1e-5),
+        {**NO_BIAS, "qk_layernorm": False},
+        windows=Windows(None),
+        derived=(DESCRIBED,),
+        has_beta=True,
+    ),
     "qwen2": rotary_type(
         "Qwen2",
         rotary_fields((32, 4096, 22016, 32, 32, None, 32768, 151936)),

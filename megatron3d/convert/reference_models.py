@@ -108,6 +108,13 @@ def _rotary_rates(hf: HubConfig, size: int, num_positions: int) -> tuple[list[fl
     return scaled, _float(rope, "attention_factor", default)
 
 
+def _factors_of_queries(hf: HubConfig, num_positions: int) -> Tensor:
+    """Return the factors [S, 1] of queries by position."""
+    rope = _table(hf, "rope_parameters") or _table(hf, "rope_scaling")
+    steps = torch.arange(num_positions) // int(_float(rope, "original_max_position_embeddings", 1.0))
+    return (1 + _float(rope, "llama_4_scaling_beta", 0.0) * torch.log(1 + steps.double())).unsqueeze(1)
+
+
 def _int(hf: HubConfig, name: str, default: int) -> int:
     value = hf.get(name)
     return value if isinstance(value, int) else default
@@ -399,6 +406,7 @@ class _Decoding:
             q, k = (_rotated(part, hf, kind.local_base if slides else "", kind.turns_neighbours) for part in (q, k))
         if kind.head_norms == "rotated head":
             q, k = self.norm(q, f"{name}.query_layernorm"), self.norm(k, f"{name}.key_layernorm")
+        q = q * _factors_of_queries(hf, q.shape[2])
         k, v = (part.repeat_interleave(heads // groups, dim=1) for part in (k, v))
         scale = _float(hf, kind.scale, size) ** -0.5 if kind.scale else _float(hf, "attention_multiplier", size**-0.5)
         cap = _float(hf, "attn_logit_softcapping", 0.0)
@@ -513,6 +521,7 @@ _HUNYUAN = Decoder(
 DECODERS: Mapping[str, Decoder] = {
     "llama": Decoder(),
     "mistral": Decoder({"num_key_value_heads": 8}),
+    "ministral3": Decoder({"num_key_value_heads": 8, "rms_norm_eps": 1e-5}),
     "qwen2": Decoder(
         {"num_key_value_heads": 32, "use_sliding_window": False, "max_window_layers": 28}, has_bias=(True, False, False)
     ),

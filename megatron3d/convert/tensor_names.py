@@ -151,7 +151,7 @@ def _modules(*changes: Modules) -> Modules:
 
 MODULES: Mapping[str, Modules] = {
     "gpt2": _GPT2,
-    **dict.fromkeys(("llama", "mistral", "qwen2"), _LLAMA),
+    **dict.fromkeys(("llama", "mistral", "ministral3", "qwen2"), _LLAMA),
     "qwen3": _modules(_HEAD_NORMS),
     "smollm3": _LLAMA,
     "olmo": _modules(_NO_NORMS, {"model.norm": ()}),

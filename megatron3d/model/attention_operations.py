@@ -93,6 +93,10 @@ def _from_qkv(local: LocalSizes, x: Stored) -> tuple[list[Operation], Heads]:
 
     for step in (rotates, normalizes) if arch.qk_layernorm_after_rope else (normalizes, rotates):
         step()
+    if local.attention.temperature:
+        kernel = MemoryKernel("activation", rows * counts["q"] * width)
+        scaled = Stored(CORE, "q by position", local.inner(counts["q"] * width))
+        passes(_between("q_temperature", heads["q"], scaled, kernels=(kernel,)), "q")
     for name in ("k", "v") if not local.heads.are_even else ():
         each = Stored(CORE, f"{name} for each head", local.inner(local.num_queries * width))
         is_gathered = bool(local.mode.context) and local.mode.exchange == GATHER

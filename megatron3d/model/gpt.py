@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megatron3d.attention.context.order import cut_positions, held_positions
 from megatron3d.attention.context.plan import CONTEXT_EXCHANGES, TokenOrder
 from megatron3d.attention.kv_cache import CacheView, KVCache
-from megatron3d.attention.rotary import RotaryTables, rotary_tables
+from megatron3d.attention.rotary import PositionTables, rotary_tables, temperature_table
 from megatron3d.comm.interface import Comm
 from megatron3d.data.packing import PLAIN, Packing, Starts
 from megatron3d.linear.collectives import PrefetchedWeight, prefetch_in_order
@@ -30,7 +30,7 @@ from megatron3d.model.microbatch import Pass, Target, local_positions
 from megatron3d.model.modules import Build, HiddenDropout, Linear, Norm
 from megatron3d.model.param_spec import EMBEDDING, HEAD, stage_specs
 from megatron3d.model.router_state import RouterState
-from megatron3d.model.spec import NO_RECOMPUTE, Architecture, Recompute, rotaries, widest_window
+from megatron3d.model.spec import NO_RECOMPUTE, Architecture, Recompute, rotaries, temperature, widest_window
 from megatron3d.model.stage_plan import Stage, StageAssignment
 from megatron3d.ops.norm import TORCH_NORMS, NormKernels
 from megatron3d.ops.plan import LossChunk
@@ -108,7 +108,7 @@ class GPT(nn.Module):
             self.head = LossHead("head", loss_chunk, build)
         num_ahead = arch.mtp_num_layers if self.stages[-1].has_head else 0
         self.mtp = nn.ModuleDict({str(index): PredictionModule(index, loss_chunk, build) for index in range(num_ahead)})
-        self._rotary: tuple[RotaryTables, ...] = ()
+        self._rotary: tuple[PositionTables, ...] = ()
         self._activation_hook: ActivationHook = _no_hook
 
     @property
@@ -246,7 +246,7 @@ class GPT(nn.Module):
         low, high = self.order.sequences(num_sequences, self.mode.inner[0])
         cached = CacheView(cache, positions_BS, positions_BS[low:high], ends_B[low:high], length, has_logits)
         mine_BL, tokens_BL = (cut_positions(t, self.order.chunks(width), 1) for t in (cached.mine_BS, tokens_BS))
-        rotary = tuple((cos[mine_BL], sin[mine_BL]) for cos, sin in self._rotary_tables(cache.capacity))
+        rotary = tuple(tuple(each[mine_BL] for each in tables) for tables in self._rotary_tables(cache.capacity))
         return Pass(
             tokens_BL=tokens_BL,
             seq_length=width,
@@ -260,10 +260,10 @@ class GPT(nn.Module):
         """Return the sequences of the whole microbatch and the positions of each, from what this rank reads."""
         return tokens_BS.shape[0] * self.comm.mesh.size(self.mode.batch_axes), tokens_BS.shape[1]
 
-    def _local_rotary(self, seq_length: int) -> tuple[RotaryTables, ...]:
+    def _local_rotary(self, seq_length: int) -> tuple[PositionTables, ...]:
         """Return the rotary tables of this rank's positions of sequences without documents."""
-        chunks, tables = self.order.chunks(seq_length), self._rotary_tables(seq_length)
-        return tuple((cut_positions(cos, chunks, dim=0), cut_positions(sin, chunks, dim=0)) for cos, sin in tables)
+        chunks, found = self.order.chunks(seq_length), self._rotary_tables(seq_length)
+        return tuple(tuple(cut_positions(each, chunks, dim=0) for each in tables) for tables in found)
 
     def _with_documents(self, at: Pass) -> Pass:
         """Return the pass with the rotary tables of its documents, for all layers of one stage.
@@ -273,18 +273,20 @@ class GPT(nn.Module):
         if at.documents is None:
             return at
         if (mine_BL := at.document_positions_BL) is not None:
-            rotary = tuple((cos[mine_BL], sin[mine_BL]) for cos, sin in self._rotary_tables(at.seq_length))
+            rotary = tuple(tuple(each[mine_BL] for each in tables) for tables in self._rotary_tables(at.seq_length))
         else:
             rows = at.tokens_BL.shape[0], -1, -1, -1
-            rotary = tuple((cos.expand(rows), sin.expand(rows)) for cos, sin in at.rotary)
+            rotary = tuple(tuple(each.expand(rows) for each in tables) for tables in at.rotary)
         return replace(at, rotary=rotary)
 
-    def _rotary_tables(self, seq_length: int) -> tuple[RotaryTables, ...]:
-        """Return the tables of each rotary embedding of the model."""
+    def _rotary_tables(self, seq_length: int) -> tuple[PositionTables, ...]:
+        """Return the tables of each rotary embedding of the model, and then the factors of queries."""
         if not self._rotary or len(self._rotary[0][0]) < seq_length:
             like, longest = next(self.parameters()), max(seq_length, self.arch.seq_length)
             self._rotary = tuple(rotary_tables(longest, rotary, like) for rotary in rotaries(self.arch))
-        return tuple((cos[:seq_length], sin[:seq_length]) for cos, sin in self._rotary)
+            if (factor := temperature(self.arch)) is not None:
+                self._rotary += (temperature_table(longest, factor, like),)
+        return tuple(tuple(each[:seq_length] for each in tables) for tables in self._rotary)
 
     def set_activation_hook(self, hook: ActivationHook | None) -> None:
         """Call `hook` with the path and output of the embedding and of each layer, during recomputation as well."""

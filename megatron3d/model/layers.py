@@ -31,7 +31,7 @@ from megatron3d.attention.context.attention import (
 from megatron3d.attention.kv_cache import CacheView
 from megatron3d.attention.packed import Visible
 from megatron3d.attention.pairs import VANILLA, Drop, Softmax
-from megatron3d.attention.rotary import rotate
+from megatron3d.attention.rotary import PositionTables, rotate
 from megatron3d.model.experts import MoE
 from megatron3d.model.linear_spec import DOWN, GATE, KV_UP, PROJ, Q_UP, QKV, layer_linears
 from megatron3d.model.microbatch import Pass
@@ -50,6 +50,7 @@ class Attention(nn.Module):
         kind = attention_kind(arch, index)
         self.window, rotary = kind.window, kind.rotary
         self.rotary = None if rotary is None else rotaries(arch).index(rotary)
+        self.has_temperature = kind.temperature is not None
         self.rotate, self.interleaves = rotate, arch.rotary_interleaved
         self.site, self.dropout = name, arch.attention_dropout
         self.query_scale = arch.query_scale
@@ -110,14 +111,19 @@ class Attention(nn.Module):
         """Return queries or keys with the rotary embedding of their positions, if this layer has one."""
         if self.rotary is None:
             return x_BSND
-        cos, sin = tables = at.rotary[self.rotary]
-        if at.documents is not None:
-            tables = at.rows(cos, self.tokens), at.rows(sin, self.tokens)
-        return self.rotate(x_BSND, tables, self.interleaves)
+        cos, sin = self.tables(at, self.rotary)
+        return self.rotate(x_BSND, (cos, sin), self.interleaves)
+
+    def tables(self, at: Pass, place: int) -> PositionTables:
+        """Return the tables at a place of `at.rotary` for this rank's sequences."""
+        found = at.rotary[place]
+        return found if at.documents is None else tuple(at.rows(each, self.tokens) for each in found)
 
     def attend_heads(self, q: Tensor, k: Tensor, v: Tensor, at: Pass, kept: KeptResult | None) -> Tensor:
         """Return attention's output [M, F] for queries [B, S, N, D], keys and values [B, S, G, D]."""
         q = q if self.query_scale == 1 else q * self.query_scale
+        if self.has_temperature:
+            q = (q * self.tables(at, -1)[0]).to(q.dtype)
         softmax = self.softmax(q)
         among_ranks = partial(ContextAttention, self.heads.comm, at.order, self.heads, at.seq_length, softmax=softmax)
         if at.cached and self.context:

@@ -13,7 +13,7 @@ from megatron3d.attention.context.order import HeldPositions, cut_positions
 from megatron3d.attention.context.plan import TokenOrder
 from megatron3d.attention.kv_cache import CacheView
 from megatron3d.attention.packed import Visible
-from megatron3d.attention.rotary import RotaryTables
+from megatron3d.attention.rotary import PositionTables
 from megatron3d.data.packing import Documents
 from megatron3d.ops.recompute import KeptResults
 from megatron3d.parallel.mesh import Axes
@@ -61,7 +61,7 @@ class Pass:
         order: says which tokens those are.
         num_sequences: sequences of the whole microbatch, over all ranks among which it is sharded.
         rotary: tables of each rotary embedding of the model for this rank's positions, in the order of
-            `model.spec.rotaries`.
+            `model.spec.rotaries`, and then the factors of queries, if the model has them.
         target: labels of the loss; None: the pass returns logits.
         first_sequence: index of the first sequence in the global batch.
         key: (seed, iteration) of dropout; None in evaluation.
@@ -76,7 +76,7 @@ class Pass:
     seq_length: int
     order: TokenOrder
     num_sequences: int
-    rotary: tuple[RotaryTables, ...]
+    rotary: tuple[PositionTables, ...]
     target: Target | None = None
     first_sequence: int = 0
     key: tuple[int, int] | None = None

@@ -27,7 +27,7 @@ from megatron3d.model.operation import (
     mlp_operations,
     stream_norm,
 )
-from megatron3d.model.spec import rotaries
+from megatron3d.model.spec import rotaries, temperature
 from megatron3d.model.workspaces import embedding_backward, embedding_forward, head_forward
 from megatron3d.ops.plan import relayout_traffic
 from megatron3d.parallel.matmul_plan import Traffic, flows, ring
@@ -165,19 +165,24 @@ def ahead_operations(local: LocalSizes) -> list[Operation]:
 
 
 def rotary_tables(local: LocalSizes) -> list[Stored]:
-    """Return cos and sin of the rotary embedding, which all layers of a rank share."""
+    """Return cos and sin of the rotary embeddings, and factors of queries, which all layers of a rank share."""
     copies = (("cos and sin", local.arch.seq_length), ("those of this rank", local.positions))
     return [
-        Stored("rotary", what, 2 * length * rotary.num_channels * local.wide)
-        for rotary in rotaries(local.arch)
+        Stored("rotary", what, length * width * local.wide)
+        for width in _table_widths(local)
         for what, length in copies[: 2 if local.mode.context else 1]
     ]
+
+
+def _table_widths(local: LocalSizes) -> list[int]:
+    """Return the numbers of a position in each table."""
+    return [*(2 * each.num_channels for each in rotaries(local.arch)), *([1] if temperature(local.arch) else [])]
 
 
 def document_tables(local: LocalSizes) -> list[Stored]:
     """Return what all layers of a stage share for a packed microbatch: rotary tables of positions in documents."""
     tokens = local.sequences_read * local.positions
     return [
-        Stored("documents", "cos and sin", 2 * tokens * rotary.num_channels * local.wide)
-        for rotary in (rotaries(local.arch) if local.resets_positions else ())
+        Stored("documents", "cos and sin", tokens * width * local.wide)
+        for width in (_table_widths(local) if local.resets_positions else ())
     ]

@@ -209,6 +209,25 @@ class ModelOptions:
             gt=0,
         ),
     ] = None
+    attention_temperature_beta: Annotated[
+        float | None,
+        option(
+            "queries at position p are multiplied by 1 + beta ln(1 + floor((p + attention_temperature_offset) / "
+            "attention_temperature_length)); default: by nothing",
+            gt=0,
+            also="attn_scale llama_4_scaling_beta attn_temperature_tuning",
+        ),
+    ] = None
+    attention_temperature_length: Annotated[
+        int, option("with attention_temperature_beta: positions of a step", ge=1, most=10**7, also="floor_scale")
+    ] = 8192
+    attention_temperature_offset: Annotated[
+        int, option("with attention_temperature_beta: added to positions", ge=0, most=1)
+    ] = 0
+    attention_temperature_layers: Annotated[
+        Literal["all", "no_rope"],
+        option("with attention_temperature_beta: layers that have it: all, or those without RoPE"),
+    ] = "all"
     softmax_type: Annotated[
         Literal["vanilla", "off-by-one", "learnable"],
         option(

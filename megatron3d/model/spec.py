@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from pydantic import JsonValue
 
-from megatron3d.attention.rotary_spec import Rotary, RotaryScaling
+from megatron3d.attention.rotary_spec import Rotary, RotaryScaling, Temperature
 from megatron3d.experts.plan import GLOBAL, Balance, Experts
 from megatron3d.model.option_table import ActivationName, ModelOptions, NormName, PositionName
 
@@ -368,10 +368,12 @@ class AttentionKind:
     Attributes:
         rotary: None: its queries and keys are not rotated.
         window: keys that a query sees, itself included; None: all before it.
+        temperature: factor of queries by position; None: there is none.
     """
 
     rotary: Rotary | None
     window: int | None = None
+    temperature: Temperature | None = None
 
 
 def attention_kind(arch: Architecture, layer: int) -> AttentionKind:
@@ -387,7 +389,16 @@ def attention_kind(arch: Architecture, layer: int) -> AttentionKind:
     rotary = Rotary(arch.rotary_base, size, scaling, arch.rotary_interleaved, factors)
     if window is not None and arch.rope_local_base_freq is not None:
         rotary = Rotary(arch.rope_local_base_freq, size, interleaved=arch.rotary_interleaved)
-    return AttentionKind(rotary if has_rotary else None, window)
+    has_temperature = temperature(arch) is not None and not (
+        has_rotary and arch.attention_temperature_layers == "no_rope"
+    )
+    return AttentionKind(rotary if has_rotary else None, window, temperature(arch) if has_temperature else None)
+
+
+def temperature(arch: Architecture) -> Temperature | None:
+    """Return the factor of queries by position; None: there is none."""
+    beta, length = arch.attention_temperature_beta, arch.attention_temperature_length
+    return None if beta is None else Temperature(beta, length, arch.attention_temperature_offset)
 
 
 def has_experts(arch: Architecture, layer: int) -> bool:

@@ -317,6 +317,7 @@ def test_documents(exchange: str | None, mean_length: int | None, balancer: str)
 # Options of attention that change queries and keys element by element.
 BETWEEN: Mapping[str, dict[str, Any]] = {
     "clip": {"clip_qkv": 0.5},
+    "factors of queries": {"attention_temperature_beta": 0.5, "attention_temperature_length": 2},
     "norms behind RoPE": {"qk_layernorm": True, "qk_layernorm_after_rope": True},
 }
 

@@ -109,6 +109,16 @@ _EXPERTS = {"num_experts": 5, "num_experts_per_tok": 3}
 HUB_FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {**_ODD, "hidden_size": 60, "attention_bias": True, "rope_parameters": _SCALED},
     "mistral": {**_ODD, "head_dim": 10, "sliding_window": 5, **_ROPE},
+    "ministral3": {
+        **_ODD,
+        "head_dim": 10,
+        "sliding_window": 5,
+        "rope_parameters": {
+            **{name: value for name, value in _DEEP.items() if name not in ("mscale_all_dim", "attention_factor")},
+            "original_max_position_embeddings": 4,
+            "llama_4_scaling_beta": 0.3,
+        },
+    },
     "qwen2": {**_ODD, "head_dim": 10, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2, **_ROPE},
     "qwen3": {**_ODD, "head_dim": 10, "attention_bias": True, **_ROPE},
     "smollm3": {
@@ -261,6 +271,14 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 6},
     "deepseek_v3": {"first_k_dense_replace": 61},
     "gpt_oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 150000.0}},
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "llama_4_scaling_beta": 0.0,
+            "original_max_position_embeddings": 8192,
+        }
+    },
     "apertus": {"rope_parameters": {"rope_type": "default", "rope_theta": 12000000.0}},
 }
 QWEN3 = {**LLAMA, "model_type": "qwen3", "head_dim": 4}

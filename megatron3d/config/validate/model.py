@@ -64,7 +64,20 @@ def rotary_problems(facts: Facts) -> Iterator[str]:
         yield from _order_of_norm_problems(facts)
         yield from _local_base_problems(facts)
     yield from _pattern_problems(facts)
+    yield from _temperature_problems(facts)
     yield from _scaling_problems(facts)
+
+
+def _temperature_problems(facts: Facts) -> Iterator[str]:
+    """Yield a message per key of the factor of queries by position that is unused."""
+    arch, beta = facts.arch, "model.attention_temperature_beta"
+    for key in ("length", "offset", "layers"):
+        name = f"model.attention_temperature_{key}"
+        if arch.attention_temperature_beta is None and facts.is_set(name):
+            yield f"{facts.named(name)}: not used without {beta}; set it, for example to 0.1, or leave {name} out"
+    if arch.attention_temperature_beta is not None and all(kind.temperature is None for kind in attention_kinds(arch)):
+        where = facts.named("model.attention_temperature_layers")
+        yield f"{where}: every layer has RoPE; use all, or set model.no_rope_freq"
 
 
 def _order_of_norm_problems(facts: Facts) -> Iterator[str]:
@@ -168,6 +181,7 @@ REPLACED = {
     "kv_channels": "heads have qk_head_dim + qk_pos_emb_head_dim and v_head_dim channels",
     "qk_layernorm": "the latents are always normalized",
     "qk_layernorm_after_rope": "the latents are always normalized",
+    "attention_temperature_beta": "no model with latents multiplies its queries by position",
     "clip_qkv": "keys and values come from latents, which no model clips",
     "rotary_percent": "RoPE rotates the last qk_pos_emb_head_dim channels of a head",
 }

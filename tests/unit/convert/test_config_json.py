@@ -123,7 +123,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "another model": (
         LLAMA,
         {"model_type": "bloom"},
-        'model_type="bloom": megatron3d has the models gpt2, llama, mistral, qwen2, qwen3, ',
+        'model_type="bloom": megatron3d has the models gpt2, llama, mistral, ministral3, qwen2, ',
     ),
     "no model": (LLAMA, {"model_type": None}, "model_type=null"),
     "another task": (GPT2, {"architectures": ["GPT2ForSequenceClassification"]}, "only language models are converted"),

@@ -221,6 +221,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
         "only null or rope_type default, linear, llama3 or yarn works",
     ),
+    "no factor of queries": (
+        "ministral3",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+        "has numbers as llama_4_scaling_beta",
+    ),
     "longrope without a list": (
         "phi3",
         {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0, 1.0]}},

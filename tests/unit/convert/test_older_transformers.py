@@ -20,8 +20,9 @@ from tests.support.older_transformers import install_older, logits_of, older_log
 _LENGTH = {"factor": 2.0, "original_max_position_embeddings": 8}
 _YARN = {"rope_type": "yarn", "rope_theta": 500.0, **_LENGTH, "beta_fast": 4.0, "attention_factor": 0.9}
 _PLAIN = {"rope_type": "default", "rope_theta": 500.0}
-# Version 4 has no MiniMax-M2, and computes the parameters of Apertus' activation in bf16, whatever the model's dtype.
-_OTHERWISE = {"minimax_m2", "apertus"}
+# Version 4 has no MiniMax-M2 and Ministral 3, and computes the parameters of Apertus' activation in bf16, whatever the
+# model's dtype.
+_OTHERWISE = {"minimax_m2", "ministral3", "apertus"}
 # Models that version 4 has; it derives YaRN's factor from lengths, and OLMo 3's layers with a window have no base of
 # their own there.
 MODELS: dict[str, dict[str, Any]] = {

@@ -39,6 +39,8 @@ KINDS: Mapping[str, dict[str, Any]] = {
         "no_rope_freq": 3,
         "qk_layernorm": True,
         "qk_layernorm_after_rope": True,
+        "attention_temperature_beta": 0.8,
+        "attention_temperature_length": 3,
     },
     "no positions at all": {**PLAIN, "position_embedding_type": "none"},
     "part of a head, neighbours rotated, parallel residual": {

@@ -59,6 +59,15 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         "rotary_scaling have no effect; set model.rotary_base instead, or model.window_attn_skip_freq",
     ),
     (
+        {"attention_temperature_length": 4},
+        "model.attention_temperature_length=4: not used without model.attention_temperature_beta; set it, for example "
+        "to 0.1, or leave model.attention_temperature_length out",
+    ),
+    (
+        {"attention_temperature_beta": 0.1, "attention_temperature_layers": "no_rope"},
+        "model.attention_temperature_layers=no_rope: every layer has RoPE; use all, or set model.no_rope_freq",
+    ),
+    (
         {"qk_layernorm_after_rope": True},
         "model.qk_layernorm_after_rope=true: queries and keys have no norm; use model.qk_layernorm=true, or leave it "
         "out",

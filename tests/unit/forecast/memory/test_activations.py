@@ -88,6 +88,21 @@ MODELS: dict[str, dict[str, Any]] = {
         "ffn_hidden_size": 40,
         "clip_qkv": 0.5,
     },
+    "factors of queries by position": {
+        "family": "llama",
+        "num_attention_heads": 8,
+        "num_query_groups": 4,
+        "ffn_hidden_size": 40,
+        "attention_temperature_beta": 0.7,
+    },
+    "factors of queries by position, without RoPE": {
+        "family": "llama",
+        "num_attention_heads": 8,
+        "ffn_hidden_size": 40,
+        "no_rope_freq": [1, 0],
+        "attention_temperature_beta": 0.7,
+        "attention_temperature_layers": "no_rope",
+    },
     "norms behind RoPE": {
         "family": "llama",
         "num_attention_heads": 8,
