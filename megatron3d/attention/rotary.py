@@ -60,11 +60,15 @@ def _linear(rates: Tensor, rotary: Rotary, scaling: RotaryScaling) -> Tensor:
     return rates / scaling.factor
 
 
+# Width of a range of interpolated rates whose bounds are equal, as in Llama 4.
+_NARROWEST = 1e-30
+
+
 def _llama3(rates: Tensor, rotary: Rotary, scaling: RotaryScaling) -> Tensor:
     """Interpolate by the number of rotations within the original length."""
     length, low, high = scaling.original_max_position_embeddings, scaling.low_freq_factor, scaling.high_freq_factor
     assert length is not None and low is not None and high is not None, "llama3 has a length and two bounds"
-    kept = ((rates * (length / (2 * math.pi)) - low) / (high - low)).clamp(0, 1)
+    kept = ((rates * (length / (2 * math.pi)) - low) / max(high - low, _NARROWEST)).clamp(0, 1)
     return rates * kept + rates / scaling.factor * (1 - kept)
 
 

@@ -212,6 +212,9 @@ class ModelConfig(Section, ModelOptions, FamilyOption, frozen=True):
     moe_router_topk_scaling_factor: float | None = key(
         None, "factor of the chosen experts' weights; default: 1", gt=0, also="routed_scaling_factor"
     )
+    moe_apply_probs_on_input: bool = key(
+        False, "multiply the inputs of the chosen experts by their weights, not their outputs"
+    )
     moe_router_load_balancing_type: BalanceLoss | BalanceLosses = key(
         "none",
         "loss that balances the experts' load, or a list of losses: of each sequence, of the global batch with the "

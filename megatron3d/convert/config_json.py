@@ -13,6 +13,7 @@ from megatron3d.config.model_defaults import wrong_pair_factors
 from megatron3d.config.schema import ModelConfig
 from megatron3d.convert.family_table import MODEL_TYPES, SAME_TYPES, WHOLE_MODELS
 from megatron3d.convert.fields import (
+    CHUNK,
     LOCAL_BASE,
     METADATA,
     SWITCHES,
@@ -110,10 +111,13 @@ def read_settings(settings: HubConfig, seq_length: int | None = None) -> ModelCo
         rotary.pop(LOCAL_BASE, None)
     elif LOCAL_BASE in rotary and "window_attn_skip_freq" not in layers:  # no layer has the other base or its scaling
         rotary = {"rotary_base": rotary[LOCAL_BASE]}
-    longest = values["max_position_embeddings"]
+    longest = values["max_position_embeddings"] = layers.get(
+        "max_position_embeddings", values["max_position_embeddings"]
+    )
     values |= rotary | layers | {"family": hub_type.family, "seq_length": longest if seq_length is None else seq_length}
     if isinstance(longest, int) and seq_length is not None and seq_length > longest:
-        raise UserError(f"--seq-length {seq_length}: the model has {longest} positions; use at most {longest}")
+        limit = next((f" by {name}={show(settings[name])}" for name in (CHUNK,) if settings.get(name) == longest), "")
+        raise UserError(f"--seq-length {seq_length}: the model has {longest} positions{limit}; use at most {longest}")
     computed = hub_type.computed if isinstance(values["hidden_size"], int | float) else {}  # else the schema refuses it
     others = {name: of(values.__getitem__) for name, of in computed.items()}
     try:

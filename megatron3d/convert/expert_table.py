@@ -14,12 +14,14 @@ from typing import Any
 from pydantic import JsonValue
 
 from megatron3d.convert.fields import (
+    CHUNK,
     AllowedValues,
     DerivedKeys,
     FieldMapping,
     HubConfig,
     ModelType,
     Windows,
+    read_no_rope,
     shortest_pattern,
     show,
 )
@@ -44,6 +46,7 @@ from megatron3d.model.spec import Architecture, has_experts
 Field = tuple[str, JsonValue]
 SHARED = "shared_expert_intermediate_size"
 _DENSE, _STEP = "mlp_only_layers", "decoder_sparse_step"
+_SPARSE, _INTERVAL = "moe_layers", "interleave_moe_layer_step"
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ class ExpertFields:
         score: score function of the router.
         normalizes: whether the weights of chosen experts are divided by their sum; None: they always are, or never.
         is_normalized: whether they can be.
+        weighs_inputs: whether weights multiply the inputs of experts, of which a token has one.
         has_router_bias: whether the router's logits have a bias, a parameter.
         has_bias: whether experts are chosen by scores and a bias of each.
         shared: number of shared experts of the size of the others; None: the type has none of these.
@@ -64,6 +68,7 @@ class ExpertFields:
         method: field of the choice with its values without groups and with them; None: the number of groups tells.
         scale: factor of the weights.
         first_dense: number of layers before those with experts.
+        lists_experts: whether `moe_layers`, or every `interleave_moe_layer_step`, choose the layers.
         lists_dense: whether `mlp_only_layers` and `decoder_sparse_step` choose the layers.
     """
 
@@ -81,6 +86,8 @@ class ExpertFields:
     scale: Field | None = None
     first_dense: Field | None = None
     lists_dense: bool = False
+    lists_experts: bool = False
+    weighs_inputs: bool = False
     is_normalized: bool = True
     has_bias: bool = False
     has_router_bias: bool = False
@@ -90,7 +97,7 @@ class ExpertFields:
         """Names of the fields."""
         given = (getattr(self, each.name) for each in fields(self))
         named = (value[0] for value in given if isinstance(value, tuple))
-        return (*named, *((_DENSE, _STEP) * self.lists_dense))
+        return (*named, *((_DENSE, _STEP) * self.lists_dense), *((_SPARSE, _INTERVAL) * self.lists_experts))
 
     def keys(self) -> DerivedKeys:
         """Return what converts the fields in both directions."""
@@ -98,7 +105,7 @@ class ExpertFields:
             "num_moe_experts": True,
             "moe_router_topk": True,
             "moe_ffn_hidden_size": True,
-            "moe_layer_freq": self.first_dense is not None or self.lists_dense,
+            "moe_layer_freq": self.first_dense is not None or self.lists_dense or self.lists_experts,
             "moe_router_bias": self.has_router_bias,
             "moe_router_enable_expert_bias": self.has_bias,
             "moe_router_pre_softmax": self.score == "softmax" and self.normalizes is not None,
@@ -150,7 +157,11 @@ class ExpertFields:
             problems.append(f"{self.method[0]}={show(chosen)}: only {' or '.join(map(show, self.method[1:]))} works")
         if topk is None or isinstance(topk, list):
             problems.append(f"{self.topk[0]}={show(topk)}: experts of a token; one number works")
-        if self.score == "sigmoid" and topk == 1:
+        if self.weighs_inputs and topk != 1:
+            problems.append(f"{self.topk[0]}={show(topk)}: weights are divided by their sum here, and not there; use 1")
+        if self.weighs_inputs:
+            ours["moe_apply_probs_on_input"] = True
+        elif self.score == "sigmoid" and topk == 1:
             problems.append(f"{self.topk[0]}=1: the weight of a single expert is its score here, and 1 there; use 2")
         return ours, problems
 
@@ -174,6 +185,13 @@ class ExpertFields:
             if not isinstance(dense, list) or not isinstance(step, int) or step < 1:
                 return [], [f"{_DENSE}={show(dense)} and {_STEP}={show(step)}: a list of layers and a number work"]
             has = [int(n not in dense and (n + 1) % step == 0) for n in range(num_layers)]
+        if self.lists_experts:
+            sparse, interval = settings.get(_SPARSE), settings.get(_INTERVAL, 1)
+            if not isinstance(sparse, list | None) or not isinstance(interval, int) or interval < 1:
+                return [], [
+                    f"{_SPARSE}={show(sparse)} and {_INTERVAL}={show(interval)}: a list of layers and a number work"
+                ]
+            has = [int((n + 1) % interval == 0 if sparse is None else n in sparse) for n in range(num_layers)]
         return has, []
 
     def write(self, arch: Architecture) -> dict[str, JsonValue]:
@@ -185,6 +203,8 @@ class ExpertFields:
             found[self.first_dense[0]] = has.index(1) if any(has) else arch.num_layers
         if self.lists_dense:
             found |= {_DENSE: [n for n, each in enumerate(has) if not each], _STEP: 1}
+        if self.lists_experts:
+            found |= {_SPARSE: [n for n, each in enumerate(has) if each], _INTERVAL: 1}
         if experts is None:
             return found
         values: dict[Field | None, JsonValue] = {
@@ -205,14 +225,14 @@ class ExpertFields:
     def obstacles(self, arch: Architecture) -> Iterator[str]:
         """Yield values of an architecture that the fields cannot represent."""
         experts = arch.experts
-        has = [has_experts(arch, n) for n in range(arch.num_layers)]
+        has, lists = [has_experts(arch, n) for n in range(arch.num_layers)], self.lists_dense or self.lists_experts
         if experts is None:
-            if self.first_dense is None and not self.lists_dense:
+            if self.first_dense is None and not lists:
                 yield "num_moe_experts=null: every layer of this model type has experts"
             return
-        if not self.lists_dense and has != sorted(has):
+        if not lists and has != sorted(has):
             yield f"moe_layer_freq={show(experts.layers)}: only the first layers of this model type can have an MLP"
-        if self.first_dense is None and not self.lists_dense and not all(has):
+        if self.first_dense is None and not lists and not all(has):
             yield f"moe_layer_freq={show(experts.layers)}: every layer of this model type has experts"
         yield from self._router_obstacles(experts)
 
@@ -221,6 +241,7 @@ class ExpertFields:
         # Whether the weights of chosen experts can be their shares of all scores.
         can_be_raw = self.score == "softmax" and (self.normalizes is not None or not self.is_normalized)
         router_bias, bias, scores = experts.has_router_bias, experts.has_expert_bias, experts.num_group_scores
+        on_input = self.weighs_inputs
         takes_others = experts.num_groups is not None and scores != self.group_scores
         wrong: Sequence[tuple[bool, str, Any, str]] = (
             (experts.score_function != self.score, "router_score_function", experts.score_function, self.score),
@@ -234,7 +255,9 @@ class ExpertFields:
             (self.shared is None and shared > 0 and not gated, SHARED, shared, "none"),
             (shared % ffn > 0 and not gated, SHARED, shared, f"multiples of moe_ffn_hidden_size={ffn}"),
             (shared == 0 and gated, SHARED, shared, "some"),
-            (self.score == "sigmoid" and experts.topk == 1, "router_topk", 1, "at least 2"),
+            (self.score == "sigmoid" and experts.topk == 1 and not on_input, "router_topk", 1, "at least 2"),
+            (on_input and experts.topk > 1, "router_topk", experts.topk, "1"),
+            (experts.weighs_inputs != on_input, "apply_probs_on_input", experts.weighs_inputs, show(on_input)),
             (takes_others, "router_group_score_topk", scores, str(self.group_scores)),
         )
         for is_wrong, key, value, theirs in wrong:
@@ -350,8 +373,63 @@ _HUNYUAN_MOE = {
     ),
 }
 
+_LLAMA4 = ExpertFields(
+    ("num_local_experts", 16),
+    (_TOPK, 1),
+    ("intermediate_size", 8192),
+    score="sigmoid",
+    shared=("num_shared_experts", 1),
+    lists_experts=True,
+    weighs_inputs=True,
+)
 
-def _hunyuan_obstacles(arch: Architecture) -> Iterator[str]:
+
+def _read_chunks(settings: HubConfig) -> tuple[dict[str, JsonValue], list[str]]:
+    """Return the positions of a model whose sequences are one chunk at most, in which attention is as in any model."""
+    chunk, positions = settings.get(CHUNK, 8192), settings.get("max_position_embeddings", 131072)
+    if not isinstance(chunk, int) or not isinstance(positions, int):
+        return {}, []
+    return {"max_position_embeddings": min(chunk, positions)}, []
+
+
+_CHUNKS = DerivedKeys((CHUNK,), (), _read_chunks, lambda arch: {CHUNK: arch.max_position_embeddings})
+_TUNED = {"attn_scale": 0.1, "floor_scale": 8192}
+
+
+def _read_tuning(settings: HubConfig) -> tuple[dict[str, JsonValue], list[str]]:
+    """Return the factor of queries by position, which layers without rotary positions have."""
+    scale, floor = (settings.get(name, default) for name, default in _TUNED.items())
+    if not settings.get("attn_temperature_tuning", True) or not scale:
+        return {}, []
+    layers, _ = read_no_rope(settings)
+    if "no_rope_freq" not in layers:
+        return {}, []
+    keys = {"beta": scale, "length": floor, "offset": 1, "layers": "no_rope"}
+    return {f"attention_temperature_{name}": value for name, value in keys.items()}, []
+
+
+def _write_tuning(arch: Architecture) -> dict[str, JsonValue]:
+    beta, length = arch.attention_temperature_beta, arch.attention_temperature_length
+    return {"attn_temperature_tuning": beta is not None, "attn_scale": beta or 0.1, "floor_scale": length}
+
+
+def _tuning_obstacles(arch: Architecture) -> Iterator[str]:
+    if arch.attention_temperature_beta is None:
+        return
+    wanted = {"offset": 1, "layers": "no_rope"}
+    for name, value in wanted.items():
+        if (ours := getattr(arch, f"attention_temperature_{name}")) != value:
+            yield f"attention_temperature_{name}={show(ours)}: in llama4_text it is {show(value)}"
+
+
+_TUNING_KEYS = tuple(f"attention_temperature_{name}" for name in ("beta", "length", "offset", "layers"))
+_TUNING = DerivedKeys(
+    ("attn_temperature_tuning", *_TUNED), _TUNING_KEYS, _read_tuning, _write_tuning, _tuning_obstacles, _TUNING_KEYS[:2]
+)
+
+
+def _one_shared_obstacles(arch: Architecture) -> Iterator[str]:
+    """Yield what a model type cannot represent that has one shared expert of the size of the others."""
     yield from rotary_obstacles(arch)
     experts = arch.experts
     if experts is not None and experts.shared_ffn_hidden_size != experts.ffn_hidden_size:
@@ -467,6 +545,27 @@ EXPERT_TYPES: Mapping[str, ModelType] = {
         _DEEPSEEK3,
         aliases={"num_nextn_predict_layers": "num_mtp_layers"},
     ),
+    "llama4_text": rotary_type(
+        "Llama4",
+        rotary_fields(
+            (48, 5120, 8192, 40, 8, 128, 131072, 202048),
+            norm_epsilon=1e-5,
+            rotary_base=500000.0,
+            add_bias_linear=False,
+            ffn_hidden_size=FieldMapping(("intermediate_size_mlp",), 16384),
+            qk_l2_norm=FieldMapping(("use_qk_norm",), True),
+        ),
+        {"add_mlp_bias": False, "qk_layernorm": False, "rotary_interleaved": True},
+        {
+            "layer_types": AllowedValues(("full_attention", "chunked_attention", None), "other attention is unknown"),
+            "router_jitter_noise": AllowedValues((0.0, 0, None), "tokens reach the router as they are"),
+            "num_shared_experts": AllowedValues((1, None), "every layer with experts has one shared expert"),
+            "for_llm_compressor": AllowedValues((False, None), "experts of a layer are in one tensor"),
+        },
+        obstacles=_one_shared_obstacles,
+        has_no_rope_layers=True,
+        derived=(_LLAMA4.keys(), _CHUNKS, _TUNING),
+    ),
     "mixtral": rotary_type(
         "Mixtral",
         rotary_fields((32, 4096, 14336, 32, 8, None, 131072, 32000), norm_epsilon=1e-5, rotary_base=1000000.0),
@@ -533,7 +632,7 @@ EXPERT_TYPES: Mapping[str, ModelType] = {
         HUNYUAN,
         {**HUNYUAN_RULES, **_HUNYUAN_MOE, **WHOLE_PRODUCTS},
         derived=(_HUNYUAN_EXPERTS.keys(), HUNYUAN_HEADS, HUNYUAN_IDS),
-        obstacles=_hunyuan_obstacles,
+        obstacles=_one_shared_obstacles,
         has_alpha=True,
     ),
     "minimax_m2": rotary_type(

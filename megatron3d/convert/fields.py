@@ -293,9 +293,15 @@ def _keys(window: JsonValue, has: Sequence[int]) -> dict[str, JsonValue]:
     return size if all(has) else {**size, "window_attn_skip_freq": shortest_pattern(has)}
 
 
+def read_no_rope(settings: HubConfig) -> tuple[dict[str, JsonValue], list[str]]:
+    """Return our key of layers without rotary positions, and problems."""
+    num_layers = settings.get("num_hidden_layers")
+    return _layers_without_rope(settings, num_layers) if isinstance(num_layers, int) else ({}, [])
+
+
 def _layers_without_rope(settings: HubConfig, num_layers: int) -> tuple[dict[str, JsonValue], list[str]]:
     listed, interval = settings.get("no_rope_layers"), settings.get("no_rope_layer_interval", 4)
-    if listed is None and isinstance(interval, int) and interval > 0:
+    if not listed and isinstance(interval, int) and interval > 0:
         listed = [int((n + 1) % interval != 0) for n in range(num_layers)]
     if not isinstance(listed, list) or len(listed) != num_layers or not all(each in (0, 1) for each in listed):
         return {}, [f"no_rope_layers={show(listed)}: a list of {num_layers} entries works, 0 for no rotary positions"]
@@ -310,6 +316,7 @@ def shortest_pattern(flags: Sequence[int]) -> list[JsonValue]:
 
 
 LOCAL_BASE = "rope_local_base_freq"
+CHUNK = "attention_chunk_size"
 _DESCRIPTIONS = ("rope_parameters", "rope_scaling")
 _ANYWHERE = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 # Our key of each field of a scaling.

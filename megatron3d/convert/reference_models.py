@@ -92,7 +92,7 @@ def _rotary_rates(hf: HubConfig, size: int, num_positions: int) -> tuple[list[fl
     def share(pair: int) -> float:
         """Return the share of the unscaled rate."""
         if kind == "llama3":
-            return (length * rates[pair] / (2 * math.pi) - low) / (high - low)
+            return (length * rates[pair] / (2 * math.pi) - low) / max(high - low, 1e-30)
         first, last = pair_of(fast), pair_of(slow)
         if rope.get("truncate") is not False:
             first, last = math.floor(first), math.ceil(last)
@@ -108,8 +108,11 @@ def _rotary_rates(hf: HubConfig, size: int, num_positions: int) -> tuple[list[fl
     return scaled, _float(rope, "attention_factor", default)
 
 
-def _factors_of_queries(hf: HubConfig, num_positions: int) -> Tensor:
+def _factors_of_queries(hf: HubConfig, num_positions: int, is_rotated: bool) -> Tensor:
     """Return the factors [S, 1] of queries by position."""
+    if hf.get("attn_temperature_tuning") and not is_rotated:
+        floors = (torch.arange(num_positions) + 1) // int(_float(hf, "floor_scale", 8192))
+        return (1 + _float(hf, "attn_scale", 0.1) * torch.log1p(floors.double())).unsqueeze(1)
     rope = _table(hf, "rope_parameters") or _table(hf, "rope_scaling")
     steps = torch.arange(num_positions) // int(_float(rope, "original_max_position_embeddings", 1.0))
     return (1 + _float(rope, "llama_4_scaling_beta", 0.0) * torch.log(1 + steps.double())).unsqueeze(1)
@@ -304,7 +307,7 @@ class Decoder:
         epsilon: field of the norms' epsilon.
         before, after: names of the norms on the inputs, and on the outputs, of attention and MLP.
         head_norms: queries and keys are normalized over "head" or "projection", over each head behind their rotation
-            ("rotated head"), or not ("").
+            ("rotated head", "rotated, without weights"), or not ("").
         mlp: names of the gate (none: ""), of the projection up, and of the one down; "gate_up_proj" holds both.
         has_bias: fields that switch biases on in q, k and v, in attention's output, and in the MLP; True: always.
         scales_embedding: embeddings are multiplied by the root of the hidden size.
@@ -314,6 +317,7 @@ class Decoder:
         turns_neighbours: channels 2i and 2i + 1 of a head are rotated together.
         is_parallel: attention and MLP read one norm of a layer's input.
         rotates_windows: only layers with a window have rotary positions.
+        mlp_name: name of a layer's MLP, or of its experts.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -331,6 +335,7 @@ class Decoder:
     turns_neighbours: bool = False
     is_parallel: bool = False
     rotates_windows: bool = False
+    mlp_name: str = "mlp"
 
 
 class _Decoding:
@@ -406,7 +411,10 @@ class _Decoding:
             q, k = (_rotated(part, hf, kind.local_base if slides else "", kind.turns_neighbours) for part in (q, k))
         if kind.head_norms == "rotated head":
             q, k = self.norm(q, f"{name}.query_layernorm"), self.norm(k, f"{name}.key_layernorm")
-        q = q * _factors_of_queries(hf, q.shape[2])
+        if kind.head_norms == "rotated, without weights" and _is_rotated(hf, layer) and hf.get("use_qk_norm", True):
+            eps = _float(hf, kind.epsilon, 1e-6)
+            q, k = (part * (part.square().mean(-1, keepdim=True) + eps).rsqrt() for part in (q, k))
+        q = q * _factors_of_queries(hf, q.shape[2], _is_rotated(hf, layer))
         k, v = (part.repeat_interleave(heads // groups, dim=1) for part in (k, v))
         scale = _float(hf, kind.scale, size) ** -0.5 if kind.scale else _float(hf, "attention_multiplier", size**-0.5)
         cap = _float(hf, "attn_logit_softcapping", 0.0)
@@ -439,9 +447,25 @@ class _Decoding:
 
     def inner(self, x: Tensor, name: str) -> Tensor:
         """Return the output of a layer's experts, or of its MLP."""
+        if self.kind.mlp_name != "mlp":
+            return self.chosen_inner(x, f"{name}.{self.kind.mlp_name}")
         if _router(self.weights, name) is None:
             return self.mlp(x, f"{name}.mlp")
         return _mixture(self.hf, self.weights, x.flatten(0, 1), name, self.activation).view_as(x)
+
+    def chosen_inner(self, x: Tensor, name: str) -> Tensor:
+        """Return Llama 4's: one expert reads a token times the sigmoid of its logit, next to a shared expert."""
+        router = _first(self.weights, f"{name}.router.weight")
+        if router is None:
+            return self.mlp(x, name)
+        best, chosen = F.linear(x, router).max(-1)
+        weighted = x * best.sigmoid().unsqueeze(-1)
+        gates, downs = self.weights(f"{name}.experts.gate_up_proj"), self.weights(f"{name}.experts.down_proj")
+        y = self.mlp(x, f"{name}.shared_expert")
+        for expert in range(len(downs)):
+            gate, up = (weighted @ gates[expert]).chunk(2, dim=-1)
+            y = y + (chosen == expert).unsqueeze(-1) * ((self.activation(gate) * up) @ downs[expert])
+        return y
 
     def mlp(self, x: Tensor, name: str) -> Tensor:
         gate_name, up_name, down_name = self.kind.mlp
@@ -522,6 +546,20 @@ DECODERS: Mapping[str, Decoder] = {
     "llama": Decoder(),
     "mistral": Decoder({"num_key_value_heads": 8}),
     "ministral3": Decoder({"num_key_value_heads": 8, "rms_norm_eps": 1e-5}),
+    "llama4_text": Decoder(
+        {
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+            "no_rope_layer_interval": 4,
+            "attn_temperature_tuning": True,
+        },
+        head_norms="rotated, without weights",
+        has_bias=("attention_bias", "attention_bias", False),
+        turns_neighbours=True,
+        mlp_name="feed_forward",
+    ),
     "qwen2": Decoder(
         {"num_key_value_heads": 32, "use_sliding_window": False, "max_window_layers": 28}, has_bias=(True, False, False)
     ),

@@ -92,6 +92,20 @@ _GLM4 = _layer("""
     mlp.gate_proj; mlp.up_proj; mlp.gate_up_proj mlp.gate mlp.up
     post_self_attn_layernorm attention_output_norm; post_mlp_layernorm mlp_output_norm
 """)
+_LLAMA4 = {
+    **dict.fromkeys(_layer("mlp.gate_proj; mlp.up_proj; mlp.down_proj"), ()),
+    **_layer("""
+    feed_forward.gate_proj               mlp.gate
+    feed_forward.up_proj                 mlp.up
+    feed_forward.down_proj               mlp.fc2
+    feed_forward.router                  mlp.router
+    feed_forward.experts.gate_up_proj*   mlp.experts.{e}.gate mlp.experts.{e}.up
+    feed_forward.experts.down_proj*      mlp.experts.{e}.fc2
+    feed_forward.shared_expert.gate_proj mlp.shared_experts.gate
+    feed_forward.shared_expert.up_proj   mlp.shared_experts.up
+    feed_forward.shared_expert.down_proj mlp.shared_experts.fc2
+"""),
+}
 _APERTUS = _layer("""
     input_layernorm; post_attention_layernorm; mlp.gate_proj
     attention_layernorm input_norm; feedforward_layernorm post_attention_norm
@@ -164,6 +178,7 @@ MODULES: Mapping[str, Modules] = {
     "deepseek_v2": _modules(_LATENTS, _ROUTER, _SHARED, _EXPERTS),
     "deepseek_v3": _modules(_LATENTS, _ROUTER, _CHOICE_BIAS, _SHARED, _EXPERTS),
     "glm4_moe": _modules(_HEAD_NORMS, _ROUTER, _CHOICE_BIAS, _SHARED, _EXPERTS),
+    "llama4_text": _modules(_LLAMA4),
     "mixtral": _modules(_MIXTRAL),
     "minimax_m2": _modules(_HEAD_NORMS, _MIXTRAL, _MINIMAX),
     "gpt_oss": _modules(_GPT_OSS),

@@ -81,7 +81,8 @@ def _from_qkv(local: LocalSizes, x: Stored) -> tuple[list[Operation], Heads]:
         passes(_between(f"{name}_clip", heads[name], clipped, saves=(heads[name],), kernels=(kernel,)), name)
 
     def normalizes() -> None:
-        for name in ("q", "k") if arch.qk_layernorm and arch.qk_layernorm_scope == "head" else ():
+        has_norm = arch.qk_layernorm and arch.qk_layernorm_scope == "head"
+        for name in ("q", "k") if has_norm or (arch.qk_l2_norm and local.attention.rotary) else ():
             passes(_head_norm(local, name, heads[name], rows=rows * counts[name], width=width, axes=()), name)
 
     def rotates() -> None:
@@ -110,7 +111,7 @@ def _from_qkv(local: LocalSizes, x: Stored) -> tuple[list[Operation], Heads]:
 def _head_norm(local: LocalSizes, name: str, x: Stored, *, rows: int, width: int, axes: tuple[str, ...]) -> Operation:
     """Return the norm of q or k, over each head or over all of a projection."""
     site = f"attention.{name}_norm"
-    made = norm(local, site, x, rows=rows, width=width, axes=axes, module=CORE_ATTN)
+    made = norm(local, site, x, rows=rows, width=width, axes=axes, module=CORE_ATTN, lacks_weight=local.arch.qk_l2_norm)
     y = Stored(CORE, f"{name} normed", made.output.num_bytes)
     return replace(made, writes=(y,), peaks={})
 

@@ -98,7 +98,8 @@ class _Weighted(torch.autograd.Function):
 class ExpertMLP(nn.Module):
     """MLPs of this rank's experts: rows [R, H], sorted by expert, to [R, H], times their weights [R].
 
-    The rows are weighted between the linears, so that no output of an expert is kept for the weights' gradients.
+    The rows are weighted between the linears, so that no output of an expert is kept for the weights' gradients, or,
+    where the model says so, before them.
     """
 
     def __init__(self, name: str, num_experts: int, build: Build) -> None:
@@ -107,8 +108,12 @@ class ExpertMLP(nn.Module):
         self.fc1 = ExpertLinear(f"{name}.fc1", num_experts, build)
         self.fc2 = ExpertLinear(f"{name}.fc2", num_experts, build)
         self.recomputes_activation = build.recompute.recomputes(MOE_ACT, (MOE,))
+        self.weighs_inputs = build.arch.experts is not None and build.arch.experts.weighs_inputs
 
     def forward(self, x_RH: Tensor, weights_R: Tensor, rows: Groups) -> Tensor:
+        if self.weighs_inputs:
+            x_RH, weights_R = (x_RH * weights_R.unsqueeze(1)).to(x_RH.dtype), torch.ones_like(weights_R)
+
         def weighted(y_RF: Tensor) -> Tensor:
             a_RF: Tensor = _Weighted.apply(y_RF, weights_R, self.activation)
             return a_RF

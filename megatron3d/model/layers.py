@@ -72,8 +72,9 @@ class Attention(nn.Module):
         self.qkv = Linear(layer, QKV, build)
         self.norms_heads, self.rotates_first = arch.qk_layernorm_scope == "head", arch.qk_layernorm_after_rope
         norm_axes = () if self.norms_heads else build.mode.inner[1]
-        self.q_norm = Norm(f"{name}.q_norm", norm_axes, build) if arch.qk_layernorm else None
-        self.k_norm = Norm(f"{name}.k_norm", norm_axes, build) if arch.qk_layernorm else None
+        has_norms = arch.qk_layernorm or (arch.qk_l2_norm and self.rotary is not None)
+        self.q_norm = Norm(f"{name}.q_norm", norm_axes, build) if has_norms else None
+        self.k_norm = Norm(f"{name}.k_norm", norm_axes, build) if has_norms else None
         self.has_gate, self.clip = arch.attention_output_gate, arch.clip_qkv
 
     def forward(self, x_MH: Tensor, at: Pass) -> Tensor:

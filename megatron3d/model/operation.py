@@ -234,10 +234,14 @@ def norm(
     axes: Axes = (),
     module: str | None = None,
     what: str = "output",
+    lacks_weight: bool = False,
 ) -> Operation:
-    """Return a norm of [rows, width] features, whose statistics `axes` reduce."""
+    """Return a norm of [rows, width] features, whose statistics `axes` reduce.
+
+    `lacks_weight`: it has none, where the model's other norms may.
+    """
     composed = local.arch.is_rms_norm and not local.kernels.fused_rms_norm
-    saves = list(_statistics(local, site, rows, width, bool(axes)))
+    saves = list(_statistics(local, site, rows, width, bool(axes), lacks_weight))
     if not (composed and not axes) or local.itemsize == local.wide:
         saves.insert(0, x)
     sent, back = _sums_of_norm(local, rows, axes)
@@ -261,10 +265,15 @@ def stream_norm(local: LocalSizes, site: str, x: Stored) -> Operation:
     return norm(local, site, x, rows=local.tokens, width=local.hidden, axes=axes)
 
 
-def _statistics(local: LocalSizes, site: str, rows: int, width: int, split: bool) -> Iterator[Stored]:
+def _statistics(
+    local: LocalSizes, site: str, rows: int, width: int, split: bool, lacks_weight: bool
+) -> Iterator[Stored]:
     is_layer_norm = not local.arch.is_rms_norm
     # Where there is no weight, ones, and where LayerNorm has no bias, unless sharded, zeros.
-    lacking = (local.arch.num_norm_tensors == 0, is_layer_norm and not split and local.arch.num_norm_tensors < 2)
+    lacking = (
+        local.arch.num_norm_tensors == 0 or lacks_weight,
+        is_layer_norm and not split and local.arch.num_norm_tensors < 2,
+    )
     if made := sum(lacking) + local.arch.apply_layernorm_1p:
         yield Stored(site, "weight or bias", made * width * local.itemsize)
     if split:
@@ -276,8 +285,9 @@ def _statistics(local: LocalSizes, site: str, rows: int, width: int, split: bool
     else:
         yield Stored(site, "scale", rows * local.wide)
         if not local.kernels.fused_rms_norm:
-            copies = (1 if local.itemsize == local.wide else 2) * rows * width
-            yield Stored(site, "input scaled, and widened", copies * local.wide)
+            # The scaled input is for the gradient of the weight.
+            copies = (local.itemsize < local.wide) + (not lacks_weight)
+            yield Stored(site, "input scaled, and widened", copies * rows * width * local.wide)
 
 
 def _sums_of_norm(local: LocalSizes, rows: int, axes: Axes) -> tuple[Calls, Calls]:

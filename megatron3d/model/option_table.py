@@ -255,6 +255,10 @@ class ModelOptions:
     qk_layernorm_after_rope: Annotated[
         bool, option("with qk_layernorm over each head: queries and keys are normalized behind RoPE, not before it")
     ] = False
+    qk_l2_norm: Annotated[
+        bool,
+        option("divide queries and keys of each head by their root mean square, without weights, in layers with RoPE"),
+    ] = False
     hidden_dropout: Annotated[float, option(ge=0, lt=1, also="dropout")] = 0.0
     attention_dropout: Annotated[float, option(ge=0, lt=1)] = 0.0
     init_method_std: Annotated[float, option(gt=0, also="initializer_range init_std")] = 0.02

@@ -314,9 +314,11 @@ def test_documents(exchange: str | None, mean_length: int | None, balancer: str)
     assert problems(config, world_size, (1,), DOCUMENTS, is_dry=mean_length is not None) == []
 
 
-# Options of attention that change queries and keys element by element.
+# Options that change queries and keys, or the inputs of experts, element by element.
 BETWEEN: Mapping[str, dict[str, Any]] = {
     "clip": {"clip_qkv": 0.5},
+    "inputs of experts weighed": {**MODELS["experts"], "moe_apply_probs_on_input": True},
+    "norms without weights": {"qk_l2_norm": True},
     "factors of queries": {"attention_temperature_beta": 0.5, "attention_temperature_length": 2},
     "norms behind RoPE": {"qk_layernorm": True, "qk_layernorm_after_rope": True},
 }
@@ -324,7 +326,7 @@ BETWEEN: Mapping[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("recompute", [None, "core"])
 @pytest.mark.parametrize("option", BETWEEN)
-def test_options_between_the_projections_of_attention(option: str, recompute: str | None) -> None:
+def test_options_between_linears(option: str, recompute: str | None) -> None:
     """Alone and on context ranks, with tensors kept and with the core recomputed."""
     recomputed: Any = RECOMPUTATIONS[recompute] if recompute else {}
     train = {"micro_batch_size": 4, "precision": "bf16", **recomputed}

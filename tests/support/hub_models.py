@@ -119,6 +119,19 @@ HUB_FAMILIES: dict[str, dict[str, Any]] = {
             "llama_4_scaling_beta": 0.3,
         },
     },
+    "llama4_text": {
+        **_ODD,
+        "head_dim": 10,
+        "attention_bias": True,
+        "intermediate_size_mlp": 22,
+        "num_local_experts": 5,
+        "moe_layers": [1, 2, 4],
+        "no_rope_layer_interval": 2,
+        "attention_chunk_size": 16,
+        "floor_scale": 3,
+        "attn_scale": 0.7,
+        **_ROPE,
+    },
     "qwen2": {**_ODD, "head_dim": 10, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2, **_ROPE},
     "qwen3": {**_ODD, "head_dim": 10, "attention_bias": True, **_ROPE},
     "smollm3": {
@@ -279,6 +292,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 8192,
         }
     },
+    "llama4_text": {"max_position_embeddings": 8192},
     "apertus": {"rope_parameters": {"rope_type": "default", "rope_theta": 12000000.0}},
 }
 QWEN3 = {**LLAMA, "model_type": "qwen3", "head_dim": 4}

@@ -46,6 +46,7 @@ ROPE_KEYS = (
     "rotary_scaling",
     "rope_local_base_freq",
     "qk_layernorm_after_rope",
+    "qk_l2_norm",
 )
 
 
@@ -62,6 +63,7 @@ def rotary_problems(facts: Facts) -> Iterator[str]:
     else:
         yield from _channel_problems(facts)
         yield from _order_of_norm_problems(facts)
+        yield from _l2_norm_problems(facts)
         yield from _local_base_problems(facts)
     yield from _pattern_problems(facts)
     yield from _temperature_problems(facts)
@@ -78,6 +80,15 @@ def _temperature_problems(facts: Facts) -> Iterator[str]:
     if arch.attention_temperature_beta is not None and all(kind.temperature is None for kind in attention_kinds(arch)):
         where = facts.named("model.attention_temperature_layers")
         yield f"{where}: every layer has RoPE; use all, or set model.no_rope_freq"
+
+
+def _l2_norm_problems(facts: Facts) -> Iterator[str]:
+    """Yield a message for norms without weights next to norms with them, or to norms of another kind."""
+    arch, where = facts.arch, facts.named("model.qk_l2_norm")
+    if arch.qk_l2_norm and arch.qk_layernorm:
+        yield f"{where}: queries and keys have norms with weights; use false, or model.qk_layernorm=false"
+    elif arch.qk_l2_norm and (arch.normalization != "RMSNorm" or arch.apply_layernorm_1p):
+        yield f"{where}: only with norms by the root mean square; use model.normalization=RMSNorm, or leave it out"
 
 
 def _order_of_norm_problems(facts: Facts) -> Iterator[str]:
@@ -170,9 +181,9 @@ def _order_problems(facts: Facts) -> Iterator[str]:
     bounds = (("rotary_low_freq_factor", "rotary_high_freq_factor"), ("rotary_beta_slow", "rotary_beta_fast"))
     for key, other in bounds if scaling else ():
         few, many = (getattr(scaling, name.removeprefix("rotary_")) for name in (key, other))
-        # YaRN's range of pairs is never empty: where both bounds are equal, as in Kimi K2, it is one pair or two.
-        if None not in (few, many) and (few > many or (few == many and other != "rotary_beta_fast")):
-            yield f"{facts.named(f'model.{key}')}: {few:g} is not below {other} {many:g}; use {many / 4:g}"
+        # Bounds may be equal, as YaRN's in Kimi K2 and llama3's in Llama 4.
+        if None not in (few, many) and few > many:
+            yield f"{facts.named(f'model.{key}')}: {few:g} is above {other} {many:g}; use {many / 4:g}"
 
 
 # Keys that latent attention replaces or does without, and why.
@@ -182,6 +193,7 @@ REPLACED = {
     "qk_layernorm": "the latents are always normalized",
     "qk_layernorm_after_rope": "the latents are always normalized",
     "attention_temperature_beta": "no model with latents multiplies its queries by position",
+    "qk_l2_norm": "the latents are always normalized",
     "clip_qkv": "keys and values come from latents, which no model clips",
     "rotary_percent": "RoPE rotates the last qk_pos_emb_head_dim channels of a head",
 }

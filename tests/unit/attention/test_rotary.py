@@ -23,6 +23,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "linear": {"rotary_scaling": "linear", "rotary_scaling_factor": 2.5},
     "llama3": LLAMA3,
     "llama3, other bounds": {**LLAMA3, "rotary_low_freq_factor": 2.0, "rotary_high_freq_factor": 9.0},
+    "llama3, equal bounds": {**LLAMA3, "rotary_low_freq_factor": 1.0, "rotary_high_freq_factor": 1.0},
     "yarn": YARN,
     "yarn, not rounded": {**YARN, "rotary_truncate": False, "rotary_beta_fast": 20.0, "rotary_beta_slow": 2.0},
     "yarn, another factor": {**YARN, "rotary_attention_factor": 0.7},

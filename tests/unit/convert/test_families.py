@@ -105,6 +105,14 @@ def test_longrope_is_chosen_by_the_length_of_the_models_sequences(length: int, f
     assert (wrong.logits - wanted.logits).abs().max() > 1e-3
 
 
+def test_sequences_of_chunked_attention_are_one_chunk_at_most() -> None:
+    """Llama 4 attends in chunks where it has rotary positions: a chunk is like any sequence, more is refused."""
+    hub = {**HUB_FAMILIES["llama4_text"], "max_position_embeddings": 64}
+    assert read_settings(hub).seq_length == 16 == HUB_FAMILIES["llama4_text"]["attention_chunk_size"]
+    with pytest.raises(UserError, match="attention_chunk_size=16"):
+        read_settings(hub, seq_length=17)
+
+
 @pytest.mark.parametrize("name", ["hunyuan_v1_dense", "hunyuan_v1_moe"])
 def test_a_fixed_alpha_is_another_base(name: str) -> None:
     """Hunyuan's files name it a dynamic scaling, with fields that have no effect; it comes back as the base."""
@@ -220,6 +228,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "hunyuan_v1_dense",
         {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
         "only null or rope_type default, linear, llama3 or yarn works",
+    ),
+    "weights of two experts": ("llama4_text", {"num_experts_per_tok": 2}, "num_experts_per_tok=2"),
+    "no step between experts": (
+        "llama4_text",
+        {"moe_layers": None, "interleave_moe_layer_step": 0},
+        "interleave_moe_layer_step=0",
     ),
     "no factor of queries": (
         "ministral3",

@@ -23,14 +23,15 @@ _PLAIN = {"rope_type": "default", "rope_theta": 500.0}
 # Version 4 has no MiniMax-M2 and Ministral 3, and computes the parameters of Apertus' activation in bf16, whatever the
 # model's dtype.
 _OTHERWISE = {"minimax_m2", "ministral3", "apertus"}
-# Models that version 4 has; it derives YaRN's factor from lengths, and OLMo 3's layers with a window have no base of
-# their own there.
+# Models that version 4 has; it derives YaRN's factor from lengths, OLMo 3's layers with a window have no base of
+# their own there, and Llama 4 no biases, whatever attention_bias says.
 MODELS: dict[str, dict[str, Any]] = {
     **{name: hub for name, hub in HUB_FAMILIES.items() if name not in _OTHERWISE},
     "gpt2": GPT2,
     "olmo3": {**HUB_FAMILIES["olmo3"], "rope_parameters": {"sliding_attention": _PLAIN, "full_attention": _YARN}},
     "deepseek_v3": {**HUB_FAMILIES["deepseek_v3"], "rope_parameters": {**_YARN, "mscale_all_dim": 1.1}},
     "gpt_oss": {**HUB_FAMILIES["gpt_oss"], "rope_parameters": _YARN},
+    "llama4_text": {**HUB_FAMILIES["llama4_text"], "attention_bias": False},
     "gemma3, linear": {
         **HUB_FAMILIES["gemma3_text"],
         "rope_parameters": {

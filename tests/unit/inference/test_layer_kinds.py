@@ -75,6 +75,9 @@ KINDS: Mapping[str, dict[str, Any]] = {
         "moe_router_score_function": "sigmoid",
         "moe_router_num_groups": 2,
         "moe_router_group_topk": 1,
+        "moe_apply_probs_on_input": True,
+        "qk_l2_norm": True,
+        "no_rope_freq": 2,
     },
     "latents": LATENT,
     "latents, values larger than keys, queries without latent, interleaved": {

@@ -39,6 +39,7 @@ def test_heads_need_not_divide_hidden_size() -> None:
         ("qk_layernorm", True, "latents are always normalized"),
         ("qk_layernorm_after_rope", True, "latents are always normalized"),
         ("attention_temperature_beta", 0.1, "multiplies its queries by position"),
+        ("qk_l2_norm", True, "latents are always normalized"),
         ("clip_qkv", 8.0, "keys and values come from latents"),
         ("rotary_percent", 0.5, "rotates the last qk_pos_emb_head_dim"),
         ("position_embedding_type", "none", "use rope"),

@@ -58,6 +58,7 @@ VALUES: dict[str, Any] = {
     "model.moe_router_group_topk": 3,
     "model.moe_router_group_score_topk": 1,
     "model.moe_router_topk_scaling_factor": 2.5,
+    "model.moe_apply_probs_on_input": True,
     "model.moe_router_load_balancing_type": "seq_aux_loss",
     "model.moe_router_enable_expert_bias": True,
     "model.moe_router_bias_update_rate": 0.1,

@@ -42,12 +42,12 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         "model.rotary_beta_fast=8.0: not used with model.rotary_scaling=llama3; use yarn, or leave it out",
     ),
     (
-        {**LLAMA3, "rotary_low_freq_factor": 4.0},
-        "model.rotary_low_freq_factor=4.0: 4 is not below rotary_high_freq_factor 4; use 1",
+        {**LLAMA3, "rotary_low_freq_factor": 5.0},
+        "model.rotary_low_freq_factor=5.0: 5 is above rotary_high_freq_factor 4; use 1",
     ),
     (
         {**YARN, "rotary_beta_slow": 64.0},
-        "model.rotary_beta_slow=64.0: 64 is not below rotary_beta_fast 32; use 8",
+        "model.rotary_beta_slow=64.0: 64 is above rotary_beta_fast 32; use 8",
     ),
     (
         {"rope_local_base_freq": 1e4},
@@ -57,6 +57,15 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         {"rope_local_base_freq": 1e4, "window_size": (3, 0)},
         "model.rope_local_base_freq=10000.0: every layer with RoPE has the window, so that rotary_base and "
         "rotary_scaling have no effect; set model.rotary_base instead, or model.window_attn_skip_freq",
+    ),
+    (
+        {"qk_l2_norm": True, "qk_layernorm": True, "normalization": "RMSNorm"},
+        "model.qk_l2_norm=true: queries and keys have norms with weights; use false, or model.qk_layernorm=false",
+    ),
+    (
+        {"qk_l2_norm": True, "normalization": "LayerNorm"},
+        "model.qk_l2_norm=true: only with norms by the root mean square; use model.normalization=RMSNorm, or leave it "
+        "out",
     ),
     (
         {"attention_temperature_length": 4},

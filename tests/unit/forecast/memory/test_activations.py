@@ -103,6 +103,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "attention_temperature_beta": 0.7,
         "attention_temperature_layers": "no_rope",
     },
+    "norms without weights, one key head": {
+        "family": "llama",
+        "num_attention_heads": 8,
+        "num_query_groups": 1,
+        "ffn_hidden_size": 40,
+        "qk_l2_norm": True,
+        "no_rope_freq": [0, 1],
+    },
     "norms behind RoPE": {
         "family": "llama",
         "num_attention_heads": 8,
