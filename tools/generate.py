@@ -7,11 +7,12 @@ the KV cache a token costs the work of one position, until a text is longer than
 from __future__ import annotations
 
 import megatron3d.runtime.interrupt  # noqa: F401
+from megatron3d.runtime.interrupt import CtrlC
 
 import argparse
 import json
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -22,6 +23,7 @@ from megatron3d.config.cli import ConfigParser
 from megatron3d.data.tokenizers.special_tokens import with_beginning
 from megatron3d.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron3d.errors import ExitCode, UserError
+from megatron3d.inference.continuation import Continuation
 from megatron3d.inference.load import read_run, resolve, restore
 from megatron3d.inference.sampling import Choice, NextTokens, Sampler, Speculation, Text, generate
 from megatron3d.runtime import process
@@ -41,12 +43,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     with process.start() as here, torch.no_grad():
         num_drafts = args.num_speculative_tokens
         sampler = Sampler(restore(config, tokenizer, folder, here), here.device, keeps_hidden=num_drafts > 0)
-        speculation = Speculation(sampler, Choice(args.temperature, args.top_k), num_drafts)
+        speculation = Speculation(sampler, Choice(args.temperature, args.top_k, args.top_p), num_drafts)
+        out = sys.stdout if here.rank == 0 else None
         if args.interactive:
-            talk(speculation, tokenizer, begin, args)
+            talk(speculation, tokenizer, begin, args, out)
         else:
-            said = [tokenizer.decode(tokens) for tokens in complete(speculation, prompts, tokenizer.special.ends, args)]
-            if here.rank == 0:
+            said = complete(speculation, prompts, tokenizer, args, out if args.stream else None)
+            if out and not args.stream:
                 print("\n".join(said if len(said) == 1 else [json.dumps({"text": text}) for text in said]))
         if num_drafts and here.rank == 0:
             print(speculation.report(), file=sys.stderr)
@@ -65,6 +68,21 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--temperature", type=real(0, 1000), default=0.8, help="0: always the likeliest token")
     parser.add_argument("--top-k", type=whole(), default=0, help="sample from the k likeliest tokens; 0: from all")
     parser.add_argument(
+        "--top-p",
+        type=real(0, 1),
+        default=1.0,
+        help="of these, from the fewest likeliest that have this probability together; 1: from all",
+    )
+    parser.add_argument(
+        "--stop",
+        action="append",
+        type=some_text,
+        default=[],
+        metavar="TEXT",
+        help="end before this text; may be repeated",
+    )
+    parser.add_argument("--stream", action="store_true", help="print each token of one prompt as it comes")
+    parser.add_argument(
         "--num-speculative-tokens",
         type=whole(0, 1000),
         default=0,
@@ -78,6 +96,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def some_text(text: str) -> str:
+    """Return a text of at least one character, for argparse."""
+    if not text:
+        raise argparse.ArgumentTypeError("an empty text is everywhere; give at least one character")
+    return text
+
+
 def draft_problems(num_drafts: int, num_modules: int) -> Iterator[str]:
     """Yield the message for more drafts than the model has modules."""
     if num_drafts > num_modules:
@@ -89,18 +114,23 @@ def draft_problems(num_drafts: int, num_modules: int) -> Iterator[str]:
 
 
 def read_prompts(args: argparse.Namespace) -> list[str]:
-    """Return the prompts of the command line or of a file; raises UserError if the file cannot be read or is empty."""
-    if args.prompts is None:
-        return args.prompt or ["\n"]
-    try:
-        prompts = args.prompts.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"--prompts {args.prompts}: cannot be read as text ({error}); give a prompt per line"
-        ) from error
-    if not prompts:
-        raise UserError(f"--prompts {args.prompts}: is empty; give a prompt per line")
-    return prompts  # type: ignore[no-any-return]
+    """Return the prompts of the command line or of a file.
+
+    Raises UserError if the file cannot be read or is empty, and for several prompts with `--stream`.
+    """
+    prompts: list[str] = args.prompt or ["\n"]
+    if args.prompts is not None:
+        try:
+            prompts = args.prompts.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(
+                f"--prompts {args.prompts}: cannot be read as text ({error}); give a prompt per line"
+            ) from error
+        if not prompts:
+            raise UserError(f"--prompts {args.prompts}: is empty; give a prompt per line")
+    if args.stream and len(prompts) > 1:
+        raise UserError(f"--stream: prints one text as it comes, not {len(prompts)}; give one prompt, or leave it out")
+    return prompts
 
 
 def encode(prompts: Sequence[str], tokenizer: Tokenizer, begin: Sequence[int]) -> list[list[int]]:
@@ -115,15 +145,42 @@ def encode(prompts: Sequence[str], tokenizer: Tokenizer, begin: Sequence[int]) -
 
 
 def complete(
-    next_tokens: NextTokens, prompts: Sequence[list[int]], ends: Collection[int], args: argparse.Namespace
-) -> list[list[int]]:
-    """Return each prompt with its continuation up to one of the tokens `ends`, equal on every rank."""
+    next_tokens: NextTokens,
+    prompts: Sequence[list[int]],
+    tokenizer: Tokenizer,
+    args: argparse.Namespace,
+    out: TextIO | None = None,
+) -> list[str]:
+    """Return each prompt with its continuation, equal on every rank; one prompt's is also written to `out` as it comes.
+
+    A continuation ends at a token that ends a document, or before one of the stop strings.
+    """
     texts = [
         Text(list(prompt), torch.Generator().manual_seed(args.seed + row), args.max_new_tokens)
         for row, prompt in enumerate(prompts)
     ]
-    generate(next_tokens, texts, ends)
-    return [text.tokens for text in texts]
+    show = printer(out)
+    rows = [Continuation(tokenizer, text, args.stop, show) for text in texts]
+    if out:
+        show(rows[0].prompt)
+    generate(next_tokens, texts, tokenizer.special.ends, lambda row, _: rows[row].update())
+    said = [row.prompt + row.finish() for row in rows]
+    if out:
+        show("\n")
+    return said
+
+
+def printer(out: TextIO | None) -> Callable[[str], None]:
+    """Return the function that writes a piece of text at once; to None it writes nothing."""
+
+    def show(piece: str) -> None:
+        if out:
+            print(piece, end="", file=out, flush=True)
+
+    return show
+
+
+HINT = "(Ctrl-C ends a generation, an empty line starts over, Ctrl-D ends the program)"
 
 
 def talk(
@@ -131,50 +188,62 @@ def talk(
     tokenizer: Tokenizer,
     begin: Sequence[int],
     args: argparse.Namespace,
+    out: TextIO | None,
     lines: TextIO | None = None,
 ) -> None:
-    """Continue the conversation after each line that rank 0 reads, and print each token there, until input ends."""
+    """Continue the conversation after each line that rank 0 reads, and print each token there, until input ends.
+
+    Ctrl-C ends a continuation on all ranks after the same token.
+    """
     comm = speculation.sampler.executor.model.comm
     generator, tokens = torch.Generator().manual_seed(args.seed), list[int]()
-    for line in _read_together(comm, lines or sys.stdin):
-        new = tokenizer.encode(line) if line.strip() else []
-        tokens = (tokens + new if tokens else with_beginning(begin, new)) if new else []
-        if not tokens:
-            continue
-        text = Text(tokens, generator, args.max_new_tokens)
-        shown = Shown(tokenizer, tokens, sys.stdout if comm.mesh.rank == 0 else None)
-        generate(speculation, [text], tokenizer.special.ends, shown.update)
-        shown.end()
+    show = printer(out)
+    with CtrlC() as ctrl_c:
+
+        def update(row: int, token: int) -> None:
+            continuation.update()
+            text.is_done |= comm.broadcast_object(ctrl_c.is_pressed)
+
+        for line in _read_together(comm, lines or sys.stdin, ctrl_c, show):
+            new = tokenizer.encode(line) if line.strip() else []
+            tokens = (tokens + new if tokens else with_beginning(begin, new)) if new else []
+            if not tokens:
+                continue
+            num_known, text = len(tokens), Text(tokens, generator, args.max_new_tokens)
+            continuation = Continuation(tokenizer, text, args.stop, show)
+            ctrl_c.is_pressed = False
+            generate(speculation, [text], tokenizer.special.ends, update)
+            continuation.finish()
+            show("\n")
+            if continuation.is_stopped:  # the conversation goes on after what was shown
+                tokens[num_known:] = tokenizer.encode(continuation.shown)
 
 
-def _read_together(comm: Comm, lines: TextIO) -> Iterator[str]:
+def _read_together(comm: Comm, lines: TextIO, ctrl_c: CtrlC, show: Callable[[str], None]) -> Iterator[str]:
     """Yield the lines that rank 0 reads, on every rank."""
     while True:
-        line = comm.broadcast_object((lines.readline() or None) if comm.mesh.rank == 0 else None)
-        if line is None:
+        line = comm.broadcast_object(_read(lines, ctrl_c, show) if comm.mesh.rank == 0 else None)
+        if not line:
             return
         yield line
 
 
-class Shown:
-    """Incremental printer of growing tokens; a character is printed once all of its bytes have been generated."""
-
-    def __init__(self, tokenizer: Tokenizer, tokens: list[int], out: TextIO | None) -> None:
-        self._tokenizer, self._tokens = tokenizer, tokens
-        self._out = out
-        self._done = len(tokenizer.decode(tokens))
-
-    def update(self, row: int, token: int) -> None:
-        """Print the text that the new tokens complete."""
-        text = self._tokenizer.decode(self._tokens)
-        if self._out and not text.endswith("\N{REPLACEMENT CHARACTER}"):
-            print(text[self._done :], end="", file=self._out, flush=True)
-            self._done = len(text)
-
-    def end(self) -> None:
-        """Print the end of the line."""
-        if self._out:
-            print(file=self._out, flush=True)
+def _read(lines: TextIO, ctrl_c: CtrlC, show: Callable[[str], None]) -> str:
+    """Return a line, "" at the end of the input; at a terminal, ask for it, and again after Ctrl-C."""
+    is_asked = lines.isatty()
+    while True:
+        try:
+            with ctrl_c.interrupting():
+                show("> " if is_asked else "")
+                line = lines.readline()
+        except KeyboardInterrupt:
+            if not is_asked:
+                raise
+            show(f"\n{HINT}\n")
+            continue
+        if is_asked and not line:
+            show("\n")
+        return line
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import torch
 from megatron3d.data.tokenizers.special_tokens import with_beginning
 from megatron3d.data.tokenizers.tokenizer import Tokenizer
 from megatron3d.errors import UserError
+from megatron3d.inference.continuation import cut
 from megatron3d.inference.sampling import Choice, Sampler, Score, Text, sample, score
 from megatron3d.pipeline.engine import PipelineExecutor
 
@@ -58,7 +59,7 @@ class Harness:
         said: list[str] = []
         for prompt, options in requests:
             until = options.get("until") or ()
-            ends = [until] if isinstance(until, str) else list(until)
+            ends = [end for end in ([until] if isinstance(until, str) else until) if end]
             is_greedy = not options.get("do_sample", options.get("temperature", 0) > 0)
             choose = Choice(0.0 if is_greedy else options.get("temperature", 1.0), options.get("top_k", 0))
             said.append(self._generate(prompt, ends, choose, int(options.get("max_gen_toks", MAX_NEW_TOKENS))))
@@ -74,8 +75,7 @@ class Harness:
             text.is_done = text.is_done or any(end in new for end in ends)
 
         sample(Sampler(self.executor, self.device), [text], choose, self.tokenizer.special.ends, stop)
-        new = self.tokenizer.decode(text.tokens[start:])
-        return new[: min((place for end in ends if end and (place := new.find(end)) >= 0), default=len(new))]
+        return cut(self.tokenizer.decode(text.tokens[start:]), ends)
 
     def _scores(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[Score]:
         """Return the scores in the order of the pairs, computed in batches of similar length, the longest first."""

@@ -43,10 +43,15 @@ PREFILL = 1024
 
 @dataclass(frozen=True)
 class Choice:
-    """Sampling rule: a token drawn from softmax(logits / temperature) over the `top_k` likeliest tokens (0: all)."""
+    """Sampling rule: a token drawn from softmax(logits / temperature) over the tokens that `top_k` and `top_p` leave.
+
+    These are the `top_k` likeliest tokens (0: all), and of these the fewest likeliest ones whose probabilities add up
+    to `top_p` (nucleus sampling, Holtzman et al. 2020, arXiv:1904.09751), one at least.
+    """
 
     temperature: float
     top_k: int = 0
+    top_p: float = 1.0
 
     def __call__(self, logits_V: Tensor, generator: torch.Generator) -> int:
         """Return a token drawn by logits [V]; the likeliest one at temperature 0."""
@@ -61,7 +66,18 @@ class Choice:
         if self.top_k:
             least = logits_V.topk(min(self.top_k, len(logits_V))).values[-1]
             logits_V = logits_V.masked_fill(logits_V < least, float("-inf"))
-        return (logits_V.double() / self.temperature).softmax(-1)
+        p_V = (logits_V.double() / self.temperature).softmax(-1)
+        return p_V if self.top_p == 1 else nucleus(p_V, self.top_p)
+
+
+def nucleus(p_V: Tensor, top_p: float) -> Tensor:
+    """Return the distribution over the fewest likeliest tokens that have `top_p` of the probability; equal ones that
+    do not all fit are taken from the last."""
+    rising_V, order_V = p_V.sort(stable=True)
+    rest_V = rising_V.cumsum(-1) <= 1 - top_p  # as in transformers
+    rest_V[-1] = False
+    kept_V = p_V.masked_fill(torch.zeros_like(rest_V).scatter(-1, order_V, rest_V), 0)
+    return kept_V / kept_V.sum()
 
 
 def draw(weights_V: Tensor, generator: torch.Generator) -> int:

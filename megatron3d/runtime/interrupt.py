@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 PACKAGE = Path(__file__).parents[1]
 
@@ -34,6 +35,33 @@ def interruptible() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+class CtrlC:
+    """While entered, Ctrl-C sets `is_pressed` and interrupts nothing, but inside `interrupting`."""
+
+    def __init__(self) -> None:
+        self.is_pressed = False
+        self._previous: Any = signal.SIG_DFL
+
+    def __enter__(self) -> CtrlC:
+        self._previous = signal.signal(signal.SIGINT, self._record)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._previous)
+
+    def _record(self, _: int, __: FrameType | None) -> None:
+        self.is_pressed = True
+
+    @contextlib.contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """Let Ctrl-C raise KeyboardInterrupt in the body, as it does where nothing is to be finished."""
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, self._record)
 
 
 def _is_program() -> bool:

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
+import os
+import pty
 import random
+import signal
+import sys
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,13 +22,14 @@ from hypothesis import strategies as st
 from megatron3d.data.tokenizers.tokenizer import ByteTokenizer
 from megatron3d.errors import ExitCode
 from megatron3d.inference.load import restore
-from megatron3d.inference.sampling import Choice, Sampler, Speculation
+from megatron3d.inference.sampling import Choice, Sampler, Speculation, Text
 from megatron3d.parallel.modes import MODES
 from megatron3d.pipeline.schedules import FROM_FILE, SCHEDULES, build_schedule
 from megatron3d.pipeline.validate import write_schedule
 from megatron3d.runtime import process
 from tests.support.pool import Pool
-from tests.support.tiny_run import run, write_config
+from tests.support.processes import start
+from tests.support.tiny_run import ROOT, run, write_config
 from tests.support.toy_pipeline import any_schedule
 from tools import generate
 
@@ -63,9 +70,9 @@ def texts(rank: int, world_size: int, folder: Path, typed: list[str], layouts: l
     for layout in layouts:
         config = generate.read_run(checkpoint, layout, world_size)  # type: ignore[attr-defined]
         sampler = Sampler(restore(config, tokenizer, checkpoint, here), here.device)
-        drafting = Speculation(sampler, Choice(args.temperature, args.top_k), 0)
-        (tokens,) = generate.complete(drafting, [tokenizer.encode(PROMPT)], tokenizer.special.ends, args)
-        found.append(tokenizer.decode(tokens) + "\n")
+        drafting = Speculation(sampler, Choice(args.temperature, args.top_k, args.top_p), 0)
+        (said,) = generate.complete(drafting, [tokenizer.encode(PROMPT)], tokenizer, args)
+        found.append(said + "\n")
     return found
 
 
@@ -155,9 +162,155 @@ def test_an_empty_line_starts_a_new_conversation(
 def test_the_end_of_a_document_ends_the_text() -> None:
     """One of two texts ends earlier, and decoding continues with the other."""
     said = iter([(65, 70), (66, 71), (256, 72), (67, 256)])
-    args = Namespace(max_new_tokens=9, seed=1)
-    tokens = generate.complete(lambda texts: [[token] for token in next(said)], [[60], [61]], (256,), args)
-    assert tokens == [[60, 65, 66], [61, 70, 71, 72]]
+    args = Namespace(max_new_tokens=9, seed=1, stop=[])
+    next_tokens = lambda texts: [[token] for token in next(said)]  # noqa: E731
+    assert generate.complete(next_tokens, [[60], [61]], ByteTokenizer(None), args) == ["<AB", "=FGH"]
+
+
+class Written(io.StringIO):
+    """Output that remembers each text that was written to it, and the texts that were flushed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flushed: list[str] = []
+
+    def flush(self) -> None:
+        self.flushed.append(self.getvalue())
+
+
+def test_a_stream_prints_whole_characters_as_they_come() -> None:
+    """The two bytes of é come as two tokens, and the prompt comes before the first."""
+    out, when = Written(), list[str]()
+    said = iter([*"é-STOP".encode()])
+
+    def next_tokens(texts: object) -> list[list[int]]:
+        when.append(out.flushed[-1])
+        return [[next(said)]]
+
+    args = Namespace(max_new_tokens=99, seed=1, stop=["STOP"])
+    assert generate.complete(next_tokens, [[60]], ByteTokenizer(None), args, out) == ["<é-"]
+    assert when == ["<", "<", "<é", "<é-", "<é-", "<é-", "<é-"]
+    assert out.getvalue() == "<é-\n"
+
+
+def test_a_stream_prints_what_is_printed_at_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for typed in (GREEDY, SAMPLED, [*SAMPLED, "--top-p", "0.7", "--prompt", "größe €"]):
+        assert text(folder, capsys, [*typed, "--stream"]) == text(folder, capsys, typed)
+
+
+def test_a_text_ends_before_a_stop_string(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The strings are several tokens long; the first one in the continuation counts, and none in the prompt."""
+    sampled = [*SAMPLED[2:], "--max-new-tokens", "20"]
+    whole = text(folder, capsys, sampled).removesuffix("\n").removeprefix(PROMPT)
+    place = next(place for place in range(3, 15) if whole[place : place + 3] not in whole[: place + 2])
+    stops = ["--stop", "never said", "--stop", whole[place : place + 3], "--stop", whole[place + 4 :]]
+    for more in ([], ["--stream"]):
+        assert text(folder, capsys, [*sampled, *stops, *more]) == f"{PROMPT}{whole[:place]}\n"
+    assert text(folder, capsys, [*sampled, "--stop", PROMPT[:4] + "fil"]) == f"{PROMPT}{whole}\n"
+    both = ["--prompt", PROMPT, "--prompt", "x"]
+    assert generate.main(["--load", str(folder), *sampled, *stops, *both]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[0])["text"] == PROMPT + whole[:place]
+
+
+def test_top_p_chooses_among_the_likeliest(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Down to the likeliest token alone, and 1 changes nothing."""
+    assert text(folder, capsys, [*SAMPLED, "--top-p", "0"]) == text(folder, capsys, GREEDY)
+    assert text(folder, capsys, [*SAMPLED, "--top-p", "1"]) == text(folder, capsys, SAMPLED)
+    assert text(folder, capsys, [*SAMPLED, "--top-p", "0.3"]) != text(folder, capsys, SAMPLED)
+
+
+def talked(rank: int, world_size: int, folder: Path, parallel: list[str], lines: str, presses: list[int]) -> str:
+    """Return what a rank prints of a conversation; rank 0 gets Ctrl-C as before its n-th token for n in `presses`."""
+    args = generate.parse_args(["--load", str(folder), "--interactive", *GREEDY[2:], "--max-new-tokens", "12"])
+    checkpoint, tokenizer = generate.resolve(folder), ByteTokenizer(None)  # type: ignore[attr-defined]
+    here = process.Runtime(rank, world_size, rank, torch.device("cpu"))
+    config = generate.read_run(checkpoint, parallel, world_size)  # type: ignore[attr-defined]
+    sampler, counted = Sampler(restore(config, tokenizer, checkpoint, here), here.device), itertools.count(1)
+
+    class Pressed(Speculation):
+        def __call__(self, texts: Sequence[Text]) -> list[list[int]]:
+            if next(counted) in presses and rank == 0:
+                signal.raise_signal(signal.SIGINT)
+            return super().__call__(texts)
+
+    out, before = io.StringIO(), signal.getsignal(signal.SIGINT)
+    shown = out if rank == 0 else None
+    generate.talk(Pressed(sampler, Choice(0.0), 0), tokenizer, (), args, shown, io.StringIO(lines))
+    assert signal.getsignal(signal.SIGINT) is before
+    return out.getvalue()
+
+
+def test_ctrl_c_ends_a_generation_on_all_ranks(folder: Path, pool: Pool, capsys: pytest.CaptureFixture[str]) -> None:
+    """The conversation goes on after what was generated; only rank 0 gets the signal, and only rank 0 prints."""
+    layout = ["parallel.tensor_model_parallel_size=2", "parallel.pipeline_model_parallel_size=2"]
+    greedy = [*GREEDY, "--max-new-tokens", "12"]
+    begun = text(folder, capsys, [*greedy, "--prompt", "def \n"]).removeprefix("def \n")[:3]
+    context = f"def \n{begun}x\n"
+    then = text(folder, capsys, [*greedy, "--prompt", context]).removeprefix(context)
+    assert pool.run(talked, 4, folder, layout, "def \nx\n", [3]) == [f"{begun}\n{then}", "", "", ""]
+
+
+def test_a_conversation_goes_on_after_what_was_shown(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stop string that ended an answer is not part of it."""
+    greedy = [*GREEDY, "--max-new-tokens", "12"]
+    whole = text(folder, capsys, [*greedy, "--prompt", "def \n"]).removeprefix("def \n")
+    stop = whole[4:6]
+    first = whole[: whole.index(stop)]
+    context = f"def \n{first}x\n"
+    then = text(folder, capsys, [*greedy, "--stop", stop, "--prompt", context]).removeprefix(context)
+    monkeypatch.setattr("sys.stdin", io.StringIO("def \nx\n"))
+    assert generate.main(["--load", str(folder), "--interactive", *greedy, "--stop", stop]) == 0
+    assert capsys.readouterr().out == f"{first}\n{then}"
+
+
+def test_a_terminal_is_asked_and_ctrl_c_and_ctrl_d_end_what_they_say(folder: Path) -> None:
+    """A real terminal: Ctrl-C ends a generation without end, then a line that is being typed; Ctrl-D the program."""
+    ours, theirs = pty.openpty()
+    command = [
+        sys.executable,
+        "tools/generate.py",
+        "--load",
+        str(folder),
+        "--interactive",
+        "--max-new-tokens",
+        "9999999",
+    ]
+    take_terminal = (
+        "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(*sys.argv[1:2], sys.argv[1:])"
+    )
+    program = start(
+        [sys.executable, "-c", take_terminal, *command],
+        cwd=ROOT,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+    )
+    os.close(theirs)
+
+    def read_to(words: str) -> str:
+        said = ""
+        while words not in said:
+            said += os.read(ours, 10_000).decode(errors="replace")
+        return said
+
+    try:
+        read_to("> ")
+        os.write(ours, b"def f\n")
+        read_to("def f\r\n")
+        assert os.read(ours, 1)
+        os.write(ours, b"\x03")
+        read_to("\n> ")
+        os.write(ours, b"half a l\x03")
+        assert "Ctrl-D ends the program" in read_to("\n> ")
+        os.write(ours, b"\x04")
+        assert program.wait(60) == 0
+    finally:
+        program.kill()
+        program.wait()
+        os.close(ours)
 
 
 @settings(deadline=None)
@@ -197,6 +350,10 @@ BAD: dict[str, tuple[list[str], str]] = {
         "--num-speculative-tokens 2: each draft takes a module of multi-token prediction, and the model has "
         "model.mtp_num_layers=0; leave it out",
     ),
+    "a stream of several texts": (
+        ["--stream", "--prompt", "a", "--prompt", "b"],
+        "--stream: prints one text as it comes, not 2; give one prompt, or leave it out",
+    ),
     "an impossible layout": (["parallel.tensor_parallel_shape=[1,1]"], "mode 1d has 1 axes (t), not 2"),
 }
 
@@ -216,7 +373,18 @@ def test_bad_input(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert words in line
 
 
-@pytest.mark.parametrize("typed", [["--temperature", "-1"], ["--top-k", "-1"], ["--max-new-tokens", "x"], ["--chek"]])
+@pytest.mark.parametrize(
+    "typed",
+    [
+        ["--temperature", "-1"],
+        ["--top-k", "-1"],
+        ["--max-new-tokens", "x"],
+        ["--chek"],
+        ["--top-p", "1.1"],
+        ["--top-p", "-0.1"],
+        ["--stop", ""],
+    ],
+)
 def test_bad_options(typed: list[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         generate.parse_args(["--load", "run", *typed])
