@@ -137,7 +137,7 @@ def furnish(pool: Pool) -> None:
     shutil.copytree(ROOT / "tests" / "unit" / "convert" / "data" / "megatron", "megatron")
     learn, prepare = (f"python tools/{tool}.py --input input.txt" for tool in ("train_tokenizer", "preprocess_data"))
     for command in (
-        f"{run} checkpoint.save=runs/one checkpoint.load=runs/one",
+        f"{run} checkpoint.save=runs/one checkpoint.load=runs/one checkpoint.keep_best=true train.eval_interval=10",
         f"{run} checkpoint.save=runs/other checkpoint.load=runs/other train.seed=2",
         f"{prepare} --output-prefix data/other --tokenizer-type CharTokenizer "
         "--tokenizer-model runs/first/tokenizer.json",

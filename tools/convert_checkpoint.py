@@ -19,6 +19,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from megatron3d.checkpoint.publish import resolve
 from megatron3d.convert.compare import has_transformers
 from megatron3d.convert.conversion import (
     MAX_SHARD_BYTES,
@@ -35,7 +36,7 @@ from megatron3d.convert.megatron_checkpoint import from_megatron
 from megatron3d.convert.megatron_output import to_megatron
 from megatron3d.data.tokenizers.tokenizer import TOKENIZER_TYPES
 from megatron3d.errors import UserError
-from megatron3d.runtime.arguments import ToolParser, shorten, whole
+from megatron3d.runtime.arguments import ToolParser, add_iteration, shorten, whole
 from megatron3d.runtime.program import run_tool
 
 CONFIG, TO_TORCH, FROM_MEGATRON, TO_MEGATRON = "config", "to-dcp", "from-megatron", "to-megatron"
@@ -58,6 +59,7 @@ _USED_BY = {
     "dtype": ("from-hf", "to-hf", TO_MEGATRON),
     "without_transformers": ("from-hf", "to-hf"),
     "without_logits": ("from-hf", "to-hf"),
+    "iteration": ("to-hf", TO_TORCH, TO_MEGATRON),
 }
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 DIFFERENT = 1
@@ -85,6 +87,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--output", type=Path, required=True, help="a folder, or with config a file, that does not exist yet"
     )
+    add_iteration(parser, "--input")
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights that are written; default: as they are")
     parser.add_argument(
         "--max-shard-size", type=_size, help="of a safetensors file, such as 500MB; with to-hf; default: 5GB"
@@ -127,7 +130,8 @@ def _size(text: str) -> int:
 def _unused(args: argparse.Namespace) -> Iterator[str]:
     """Yield a message per option that has no effect with the others."""
     for name, directions in _USED_BY.items():
-        if getattr(args, name) not in (None, False) and args.direction not in directions:
+        value = getattr(args, name)
+        if value is not None and value is not False and args.direction not in directions:
             only = " and ".join(directions)
             yield f"--{name.replace('_', '-')}: not used with {args.direction}, only with {only}; leave it out"
     if args.tokenizer_model is not None and args.tokenizer_type is None:
@@ -138,7 +142,7 @@ def convert(args: argparse.Namespace) -> None:
     """Convert the checkpoint, and unless told otherwise print the comparisons of the logits."""
     UserError.collect(_unused(args))
     request = ConversionRequest(
-        source=args.input,
+        source=args.input if args.iteration is None else resolve(args.input, args.iteration),
         target=args.output,
         dtype=DTYPES[args.dtype] if args.dtype else None,
         max_shard_bytes=args.max_shard_size or MAX_SHARD_BYTES,

@@ -27,7 +27,7 @@ from megatron3d.errors import ExitCode, UserError
 from megatron3d.inference.load import read_run, resolve, restore
 from megatron3d.pipeline.engine import PipelineExecutor
 from megatron3d.runtime import process
-from megatron3d.runtime.arguments import positive, whole
+from megatron3d.runtime.arguments import add_iteration, positive, whole
 from megatron3d.train.step import StepSettings, evaluate
 
 WHOLE, SPLITS = "whole", ("train", "valid", "test")
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Load the checkpoint, evaluate, and print on rank 0; return the exit code."""
     args = parse_args(argv)
     env = process.launcher_env()
-    folder = resolve(args.load)
+    folder = resolve(args.load, args.iteration)
     config = read_run(folder, args.overrides, env.world_size, args.micro_batch_size)
     tokenizer = build_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model)
     samples = find_samples(config, tokenizer, args.split, args.samples)
@@ -53,6 +53,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse `--load RUN [--split NAME] ... [section.key=value ...]`."""
     parser = ConfigParser("evaluate.py", __doc__.split(":")[0])
     parser.add_argument("--load", type=Path, required=True, help="a run's folder, or one of its checkpoints")
+    add_iteration(parser)
     parser.add_argument("--split", choices=(WHOLE, *SPLITS), default=WHOLE, help="of data.split; default: whole")
     parser.add_argument("--samples", type=positive, help="only this many windows from the start; default: all")
     parser.add_argument(

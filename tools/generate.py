@@ -27,14 +27,14 @@ from megatron3d.inference.continuation import Continuation
 from megatron3d.inference.load import read_run, resolve, restore
 from megatron3d.inference.sampling import Choice, NextTokens, Sampler, Speculation, Text, generate
 from megatron3d.runtime import process
-from megatron3d.runtime.arguments import MAX_SEED, real, whole
+from megatron3d.runtime.arguments import MAX_SEED, add_iteration, real, whole
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Load the checkpoint, sample, and print on rank 0; return the exit code."""
     args = parse_args(argv)
     env = process.launcher_env()
-    folder = resolve(args.load)
+    folder = resolve(args.load, args.iteration)
     config = read_run(folder, args.overrides, env.world_size)
     UserError.collect(draft_problems(args.num_speculative_tokens, config.model.mtp_num_layers))
     tokenizer = build_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model)
@@ -60,6 +60,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse `--load RUN [--prompt TEXT] ... [section.key=value ...]`."""
     parser = ConfigParser("generate.py", "Sample text from a checkpoint.")
     parser.add_argument("--load", type=Path, required=True, help="a run's folder, or one of its checkpoints")
+    add_iteration(parser)
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--prompt", action="append", help="several make a line of JSON each; default: a new line")
     source.add_argument("--prompts", type=Path, metavar="FILE", help="a prompt per line; a line of JSON for each")

@@ -22,7 +22,7 @@ from megatron3d.errors import ExitCode, UserError
 from megatron3d.inference.lm_eval_adapter import Harness, as_lm
 from megatron3d.inference.load import read_run, resolve, restore
 from megatron3d.runtime import process
-from megatron3d.runtime.arguments import positive, whole
+from megatron3d.runtime.arguments import add_iteration, positive, whole
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError("lm_eval is not installed: pip install lm_eval")
     env = process.launcher_env()
-    folder = resolve(args.load)
+    folder = resolve(args.load, args.iteration)
     config = read_run(folder, args.overrides, env.world_size)
     tokenizer = build_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model)
     begin = tokenizer.special.before_text(config.data.add_bos_token)
@@ -54,6 +54,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse `--load RUN --tasks NAME [NAME ...] ... [section.key=value ...]`."""
     parser = ConfigParser("lm_harness.py", __doc__.split(":")[0])
     parser.add_argument("--load", type=Path, required=True, help="a run's folder, or one of its checkpoints")
+    add_iteration(parser)
     parser.add_argument("--tasks", type=lambda text: text.split(","), required=True, help="names, between commas")
     parser.add_argument("--include-path", type=Path, help="a folder with tasks of your own")
     parser.add_argument("--num-fewshot", type=whole(0, 1000))

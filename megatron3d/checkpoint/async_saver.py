@@ -20,6 +20,7 @@ One flat buffer per dtype, of the size that is needed, is made when the run star
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,7 +32,14 @@ from pydantic import JsonValue
 from torch import Tensor
 
 from megatron3d.checkpoint.pieces import Piece
-from megatron3d.checkpoint.publish import RetentionPolicy, prune, remove_non_persistent
+from megatron3d.checkpoint.publish import (
+    Best,
+    RetentionPolicy,
+    prune,
+    remove_non_persistent,
+    remove_superseded,
+    write_best,
+)
 from megatron3d.checkpoint.store import save
 from megatron3d.comm.interface import ObjectCollectives
 from megatron3d.comm.objects import run_on_all_ranks
@@ -129,6 +137,7 @@ class CheckpointSaver:
 
     Attributes:
         saved_at: iteration of the newest permanent checkpoint known to be complete; None before the first.
+        best: the complete checkpoint with the lowest validation loss; None before the first evaluation.
         num_bytes: bytes of tensors that this rank has written so far, and one for each old file that it has removed.
     """
 
@@ -145,6 +154,7 @@ class CheckpointSaver:
         self.in_background = in_background
         self._retention, self._log = retention or RetentionPolicy(), log
         self.saved_at: int | None = None
+        self.best: Best | None = None
         self.num_bytes = 0
         self._snapshot = snapshot or Snapshot(torch.device("cpu"))
         self._thread: Thread | None = None
@@ -159,19 +169,40 @@ class CheckpointSaver:
         """Let the next update of the state wait until a save that was started has copied it."""
         self._snapshot.hold_update()
 
-    def save(self, iteration: int, source: PieceSource, meta: Mapping[str, JsonValue], permanent: bool = True) -> None:
+    def start_from(self, best: Best | None) -> None:
+        """Take the best checkpoint of the run that is continued; remove the known one where that is a later one."""
+        past, self.best = self.best, best
+        if self.comm.mesh.rank == 0 and past and (best is None or past.iteration > best.iteration):
+            remove_superseded(self.root, self._retention, past.iteration)
+
+    def is_best(self, loss: float) -> bool:
+        """Return whether a validation loss is below that of the best checkpoint, after waiting for the previous one."""
+        self.wait()
+        return math.isfinite(loss) and (self.best is None or loss < self.best.loss)
+
+    def save(
+        self,
+        iteration: int,
+        source: PieceSource,
+        meta: Mapping[str, JsonValue],
+        permanent: bool = True,
+        best_loss: float | None = None,
+    ) -> None:
         """Write a checkpoint, or start to write it in the background, after waiting for the previous one.
 
         In the foreground a failure raises UserError on all ranks.  In the background a failure is logged at once,
         `saved_at` stays, and the next save tries again; the caller calls `hold_update` before it changes the state.
+
+        Args:
+            best_loss: its validation loss, if that makes it the best one; it is permanent then.
         """
         self.wait()
         if not self.in_background:
-            self._write(iteration, source(lambda tensor: tensor), meta, permanent)
+            self._write(iteration, source(lambda tensor: tensor), meta, permanent, best_loss)
             return
         pieces = self._snapshot.take(source)
         self._thread = Thread(
-            target=self._write_in_thread, args=(iteration, pieces, meta, permanent), name="checkpoint"
+            target=self._write_in_thread, args=(iteration, pieces, meta, permanent, best_loss), name="checkpoint"
         )
         self._thread.start()
 
@@ -209,11 +240,16 @@ class CheckpointSaver:
         run_on_all_ranks(self.comm, lambda: None)
 
     def _write_in_thread(
-        self, iteration: int, pieces: Iterable[Piece], meta: Mapping[str, JsonValue], permanent: bool
+        self,
+        iteration: int,
+        pieces: Iterable[Piece],
+        meta: Mapping[str, JsonValue],
+        permanent: bool,
+        best_loss: float | None,
     ) -> None:
         try:
             self._snapshot.wait()
-            self._write(iteration, pieces, meta, permanent)
+            self._write(iteration, pieces, meta, permanent, best_loss)
         except UserError as error:
             for problem in error.problems:
                 self._log(f"not saved, training goes on and the next save is the next try: {problem}")
@@ -221,21 +257,43 @@ class CheckpointSaver:
             self._crash = crash
             self._log(f"not saved: {crash!r}")
 
-    def _write(self, iteration: int, pieces: Iterable[Piece], meta: Mapping[str, JsonValue], permanent: bool) -> None:
+    def _write(
+        self,
+        iteration: int,
+        pieces: Iterable[Piece],
+        meta: Mapping[str, JsonValue],
+        permanent: bool,
+        best_loss: float | None,
+    ) -> None:
+        assert permanent or best_loss is None, "the best checkpoint is permanent"
         root = self.root if permanent else self.root / NON_PERSISTENT
         folder = save(root, iteration, pieces, meta, self.comm, self._count)
         self.saved_at = iteration if permanent else self.saved_at
-        self._log(f"saved {folder}")
+        past = self.best
+        if best_loss is not None:
+            self.best = Best(iteration, best_loss)
+        self._log(f"saved {folder}" + (", the best so far" if best_loss is not None else ""))
         if self.comm.mesh.rank == 0:
-            self._remove_old(folder, iteration, permanent)
+            self._remove_old(folder, iteration, permanent, past)
 
     def _count(self, num_bytes: int = 1) -> None:
         self.num_bytes += num_bytes
 
-    def _remove_old(self, folder: Path, iteration: int, permanent: bool) -> None:
+    def _remove_old(self, folder: Path, iteration: int, permanent: bool, past: Best | None) -> None:
+        """Remove what the policy does not retain; that a new checkpoint is the best one is recorded before.
+
+        Args:
+            past: the best checkpoint before this one.
+        """
         try:
-            prune(folder.parent, self._retention if permanent else RetentionPolicy(latest=1), self._count)
-            if permanent:
-                remove_non_persistent(self.root, iteration, self._count)
+            if not permanent:
+                prune(folder.parent, RetentionPolicy(latest=1), self._count)
+                return
+            if self.best != past:
+                write_best(self.root, self.best)
+                if past and past.iteration != iteration:
+                    remove_superseded(self.root, self._retention, past.iteration, self._count)
+            prune(self.root, self._retention, self._count, self.best and self.best.iteration)
+            remove_non_persistent(self.root, iteration, self._count)
         except (OSError, UserError) as error:
             self._log(f"checkpoint.save={self.root}: older checkpoints cannot be removed: {error}")

@@ -7,12 +7,14 @@ iter_0000050       --rename-->  .iter_0000050.gone    before it is removed
 Retention of checkpoints: the newest k, every n-th iteration permanently, and the newest non-persistent one.
 
 run/iter_0000100 ...                  permanent, as far as `RetentionPolicy` says
+run/best_checkpointed_iteration.txt   "100 2.345": with checkpoint.keep_best, the permanent one with the lowest loss
 run/non_persistent/iter_0000130       only the newest, until a permanent one is newer
 """
 
 from __future__ import annotations
 
 import errno
+import math
 import os
 import re
 import socket
@@ -20,6 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 from safetensors import SafetensorError
 
@@ -27,9 +30,11 @@ from megatron3d.checkpoint.index import FILE_NAME, refuse_torch_folder
 from megatron3d.config.schema import CheckpointConfig
 from megatron3d.config.validate.files import NON_PERSISTENT, TRACKER
 from megatron3d.errors import UserError, is_machine_fault
+from megatron3d.runtime.arguments import BEST
 from megatron3d.runtime.files import hidden, open_locked, publish_folder, remove, retried, write_text
 
 LOCK_FILE = ".lock"
+BEST_TRACKER = "best_checkpointed_iteration.txt"
 
 
 class FolderLock:
@@ -175,6 +180,39 @@ def read_tracker(root: Path) -> int | None:
     return int(written)
 
 
+class Best(NamedTuple):
+    """The iteration of a checkpoint, and its loss on the validation split."""
+
+    iteration: int
+    loss: float
+
+
+def read_best(root: Path) -> Best | None:
+    """Return a run's best checkpoint as it is recorded, None without a record.  Raises UserError for a damaged one."""
+    path = root / BEST_TRACKER
+    try:
+        with path.open("rb") as file:
+            words = file.read(100).decode(errors="backslashreplace").split()
+    except FileNotFoundError:
+        return None
+    try:
+        iteration, loss = words
+        best = Best(int(iteration), float(loss))
+    except ValueError:
+        best = Best(-1, math.nan)
+    if best.iteration < 0 or not math.isfinite(best.loss):
+        raise UserError(f"{path} holds {' '.join(words)[:40]!r}, not an iteration and its loss; remove it")
+    return best
+
+
+def write_best(root: Path, best: Best | None) -> None:
+    """Record a run's best checkpoint; None removes the record."""
+    if best is None:
+        (root / BEST_TRACKER).unlink(missing_ok=True)
+    else:
+        write_text(root / BEST_TRACKER, f"{best.iteration} {best.loss!r}\n")
+
+
 def _tracked_folder(root: Path, iteration: int) -> Path:
     """Return the folder of the checkpoint that a tracker names."""
     folder = iteration_folder(root, iteration)
@@ -212,8 +250,14 @@ def finished_checkpoints(root: Path) -> dict[int, Path]:
     return {int(match[1]): root / name for match, name in matches}
 
 
-def resolve(load: Path) -> Path:
-    """Return the checkpoint of a run's folder or of an iter_ folder; raise UserError where there is none."""
+def resolve(load: Path, iteration: int | Literal["best"] | None = None) -> Path:
+    """Return the checkpoint of a run's folder or of an iter_ folder; raise UserError where there is none.
+
+    Args:
+        iteration: of the run's checkpoint, or "best" for that with the lowest validation loss; None: the newest.
+    """
+    if iteration is not None:
+        return _of_iteration(load, iteration)
     if (load / FILE_NAME).is_file():
         return load
     found = latest(load)
@@ -224,6 +268,23 @@ def resolve(load: Path) -> Path:
     return found
 
 
+def _of_iteration(load: Path, iteration: int | Literal["best"]) -> Path:
+    if (load / FILE_NAME).is_file():
+        raise UserError(f"--iteration {iteration}: {load} is one checkpoint; give its run's folder, {load.parent}")
+    number = iteration
+    if number == BEST:
+        best = read_best(load)
+        if best is None:
+            rule = f"{load} has no {BEST_TRACKER}, which checkpoint.keep_best writes"
+            raise UserError(f"--iteration {iteration}: {rule}; {_available(load)}")
+        number = best.iteration
+    found = {**finished_checkpoints(load / NON_PERSISTENT), **finished_checkpoints(load)}
+    if number not in found:
+        missing = f"{load} has no checkpoint {iteration_folder(load, number).name}"
+        raise UserError(f"--iteration {iteration}: {missing}; {_available(load)}")
+    return found[number]
+
+
 def _available(root: Path) -> str:
     """Return the part of an error message that names the checkpoints that can be loaded instead."""
     names = sorted(path.name for path in root.glob("iter_*") if (path / FILE_NAME).is_file())
@@ -232,16 +293,26 @@ def _available(root: Path) -> str:
 
 @dataclass(frozen=True)
 class RetentionPolicy:
-    """Retain the newest `latest` checkpoints (None: all), and those of iterations that `interval` divides."""
+    """Retain the newest `latest` checkpoints (None: all), and those of iterations that `interval` divides.
+
+    Checkpoints of iterations that `save_interval` does not divide were saved for another reason.
+    """
 
     latest: int | None = None
     interval: int | None = None
+    save_interval: int | None = None
 
     @staticmethod
     def of(config: CheckpointConfig) -> RetentionPolicy:
         """Return the configured policy; `save_retain_interval` alone also retains the newest, as in Megatron."""
         alone = 1 if config.save_retain_interval else None
-        return RetentionPolicy(config.keep_latest_k or alone, config.save_retain_interval)
+        return RetentionPolicy(config.keep_latest_k or alone, config.save_retain_interval, config.save_interval)
+
+    def is_scheduled(self, iteration: int) -> bool:
+        """Return whether an interval asks for a checkpoint of this iteration."""
+        return any(
+            interval is not None and iteration % interval == 0 for interval in (self.interval, self.save_interval)
+        )
 
     def retains(self, iteration: int, num_newer: int) -> bool:
         """Return whether a checkpoint stays when there are `num_newer` newer ones."""
@@ -249,17 +320,19 @@ class RetentionPolicy:
         return is_kept or self.latest is None or num_newer < self.latest
 
 
-def prune(root: Path, policy: RetentionPolicy, count: Callable[[], None] = lambda: None) -> None:
+def prune(
+    root: Path, policy: RetentionPolicy, count: Callable[[], None] = lambda: None, best: int | None = None
+) -> None:
     """Remove checkpoints that the policy does not retain, after the one that the tracker names is complete.
 
-    Checkpoints later than the tracker are left alone.  `count` is called after each file, which a file system may take
-    seconds to remove.
+    Checkpoints later than the tracker are left alone, and so is that of the iteration `best`.  `count` is called after
+    each file, which a file system may take seconds to remove.
     """
     last = read_tracker(root)
     assert last is not None, f"{root} has a checkpoint, but no tracker"
     past = sorted((iteration for iteration in finished_checkpoints(root) if iteration <= last), reverse=True)
     for newer, iteration in enumerate(past):
-        if not policy.retains(iteration, newer):
+        if iteration != best and not policy.retains(iteration, newer):
             _remove(finished_checkpoints(root)[iteration], count)
 
 
@@ -270,6 +343,15 @@ def remove_non_persistent(root: Path, iteration: int, count: Callable[[], None] 
     if last is not None and last <= iteration:
         (place / TRACKER).unlink()
         _remove(place, count)
+
+
+def remove_superseded(
+    root: Path, policy: RetentionPolicy, iteration: int, count: Callable[[], None] = lambda: None
+) -> None:
+    """Remove a checkpoint that was saved for being the best one, and is no more; not where an interval asks for it."""
+    folder = finished_checkpoints(root).get(iteration)
+    if folder is not None and not policy.is_scheduled(iteration):
+        _remove(folder, count)
 
 
 def _remove(folder: Path, count: Callable[[], None]) -> None:

@@ -316,6 +316,11 @@ class CheckpointConfig(Section, frozen=True):
     save_retain_interval: int | None = key(
         None, "keep checkpoints at its multiples permanently, next to the newest keep_latest_k (or 1)", ge=1
     )
+    keep_best: bool = key(
+        False,
+        "keep the checkpoint with the lowest validation loss as well; an evaluation that finds a lower one saves",
+        also="save_best load_best_model_at_end always_save_checkpoint",
+    )
     async_save: bool = key(False, "write in the background; training waits only for the copy to CPU memory")
     finetune: bool = key(False, "load weights only; iteration, optimizer and data start from scratch")
     no_load_optim: bool = key(False, "load without optimizer state and loss scale")

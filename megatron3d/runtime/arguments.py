@@ -15,11 +15,12 @@ import re
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 from megatron3d.errors import UserError
 
 MAX_NUMBER = 10**12
+BEST: Literal["best"] = "best"
 MAX_RANKS = 10**6
 # torch.Generator takes 64 bits, and tools add the number of a text to the seed.
 MAX_SEED = 2**62
@@ -100,6 +101,17 @@ def real(least: float = 0.0, most: float = MAX_NUMBER) -> Callable[[str], float]
 
 
 positive = whole(1)
+
+
+def saved_iteration(text: str) -> int | Literal["best"]:
+    """Return the iteration of a checkpoint, or "best", for argparse."""
+    return BEST if text == BEST else whole()(text)
+
+
+def add_iteration(parser: argparse.ArgumentParser, of: str = "--load") -> None:
+    """Add the option `--iteration`, which chooses a checkpoint of the run that the option `of` names."""
+    about = f"the checkpoint of the run {of} to take: an iteration, or best; default: the newest"
+    parser.add_argument("--iteration", type=saved_iteration, metavar="N", help=about)
 
 
 @contextlib.contextmanager

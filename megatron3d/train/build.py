@@ -45,6 +45,7 @@ from megatron3d.train.checkpointing import (
     LoadOptions,
     SourceFormat,
     check_continued,
+    find_best,
     load_newest,
     load_state,
     source_of,
@@ -233,6 +234,8 @@ def resume(state: TrainState, identity: dict[str, JsonValue], comm: Comm, saver:
         run_on_all_ranks(comm, lambda: check_nothing_lost(Path(load), damaged))
     elif saver is not None and not is_non_persistent(folder):
         saver.saved_at = state.iteration
+    if saver is not None and continues and config.checkpoint.keep_best:
+        saver.start_from(find_best(saver.root, state.iteration, comm))
     if comm.mesh.rank == 0:
         for refused, reason in damaged:
             print(f"> skipping checkpoint {refused}: {reason}", flush=True)

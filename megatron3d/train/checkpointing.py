@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,14 +18,17 @@ from megatron3d.checkpoint import read, store
 from megatron3d.checkpoint.async_saver import PieceSource
 from megatron3d.checkpoint.index import Meta, meta_of, read_meta
 from megatron3d.checkpoint.pieces import param_pieces, ranges_to_write
-from megatron3d.checkpoint.publish import candidates
+from megatron3d.checkpoint.publish import Best, candidates, finished_checkpoints, read_best, write_best
 from megatron3d.checkpoint.store import first_intact
+from megatron3d.comm.interface import ObjectCollectives
 from megatron3d.comm.objects import on_rank_0, run_on_all_ranks
 from megatron3d.config.model_defaults import resolve_architecture
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config, ModelConfig
 from megatron3d.config.validate.files import continues_own, is_hub_folder
 from megatron3d.errors import UserError
+from megatron3d.metrics.journal import FILE_NAME as JOURNAL
+from megatron3d.metrics.journal import read_journal
 from megatron3d.model.router_state import is_first
 from megatron3d.model.spec import (
     EXPERT_BIAS,
@@ -171,6 +175,29 @@ def load_newest(
     """
     found = on_rank_0(state.model.comm, lambda: candidates(root))
     return first_intact(found, lambda folder: try_load(folder, state, identity, options))
+
+
+def find_best(root: Path, iteration: int, comm: ObjectCollectives) -> Best | None:
+    """Return the best checkpoint of a run that goes on after `iteration`, on all ranks, and record it.
+
+    It is the recorded one, unless that is a later one or was removed: then, of the run's checkpoints, the one with the
+    lowest validation loss in metrics.jsonl.
+    """
+    found = on_rank_0(comm, lambda: _find_best(root, iteration))
+    return Best(*found) if found else None
+
+
+def _find_best(root: Path, iteration: int) -> Best | None:
+    recorded, saved = read_best(root), [each for each in finished_checkpoints(root) if each <= iteration]
+    if recorded and recorded.iteration in saved:
+        return recorded
+    rows = read_journal(root / JOURNAL) if (root / JOURNAL).exists() else []
+    losses = {row["iteration"]: row["validation_loss"] for row in rows if "validation_loss" in row}
+    known = [Best(each, loss) for each in saved if math.isfinite(loss := losses.get(each, math.nan))]
+    best = min(known, key=lambda each: each.loss, default=None)
+    if best != recorded:
+        write_best(root, best)
+    return best
 
 
 def load_weights(folder: Path, state: TrainState, identity: Mapping[str, JsonValue]) -> None:

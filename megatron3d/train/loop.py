@@ -113,7 +113,7 @@ def _train(run: Run, stop: StopSignal, stop_file: StopFile, collector: ManualGc)
         monitor.end_step(result, lr, batch, is_logged=is_logged or stopping)
         collector.after_step(state.iteration)
 
-        evaluate_and_compare(run, monitor)
+        best_loss = evaluate_and_compare(run, monitor)
 
         if rollbacks.after_step(numbers):
             monitor.restart()
@@ -121,23 +121,29 @@ def _train(run: Run, stop: StopSignal, stop_file: StopFile, collector: ManualGc)
             continue
         previous = numbers
 
-        if is_save_due(run) and not rollbacks.is_failing:
+        if (is_save_due(run) or best_loss is not None) and not rollbacks.is_failing:
             with monitor.between_steps(SAVE):
-                save(run)
+                save(run, best_loss)
 
     rollbacks.finish()
     save_last(run)
     return ExitCode.STOPPED if state.iteration < train_iters else ExitCode.DONE
 
 
-def evaluate_and_compare(run: Run, monitor: Monitor) -> None:
-    """Evaluate on the validation split, and compare the data-parallel replicas, where that is due."""
+def evaluate_and_compare(run: Run, monitor: Monitor) -> float | None:
+    """Evaluate on the validation split, and compare the data-parallel replicas, where that is due.
+
+    Return the validation loss where `checkpoint.keep_best` asks for a checkpoint, since no earlier one has a lower one.
+    """
     state, config = run.state, run.config.train
+    loss = None
     if is_due(state.iteration, config.eval_interval):
         with monitor.between_steps(EVALUATE):
-            report_validation_loss(run)
+            loss = report_validation_loss(run)
     if is_due(state.iteration, config.check_weight_hash_across_dp_replicas_interval):
         check_replicas(state)
+    is_kept = loss is not None and run.saver and run.config.checkpoint.keep_best and run.saver.is_best(loss)
+    return loss if is_kept else None
 
 
 def skip_iteration(run: Run) -> None:
@@ -204,10 +210,10 @@ def stop_folder(run: Run) -> Path | None:
     return Path(run.config.checkpoint.save) if run.metrics and run.config.checkpoint.save else None
 
 
-def report_validation_loss(run: Run) -> None:
-    """Evaluate on `train.eval_iters` batches of the validation split and report the mean loss."""
+def report_validation_loss(run: Run) -> float | None:
+    """Evaluate on `train.eval_iters` batches of the validation split; report and return the mean loss."""
     if run.valid_data is None:
-        return
+        return None
     batch_size, num_batches = run.config.train.global_batch_size, run.config.train.eval_iters
     batches = (run.valid_data.step(index * batch_size) for index in range(num_batches))
     settings = run.step_settings(run.batches.last)
@@ -215,6 +221,7 @@ def report_validation_loss(run: Run) -> None:
     loss, *mtp_losses = evaluate(run.state.executor, batches, settings).tolist()
     if run.metrics:
         run.metrics.evaluation(run.state.iteration, loss, mtp_losses)
+    return float(loss)
 
 
 def is_save_due(run: Run) -> bool:
@@ -224,12 +231,13 @@ def is_save_due(run: Run) -> bool:
     return any(is_due(run.state.iteration, interval) for interval in intervals)
 
 
-def save(run: Run) -> None:
-    """Save a checkpoint; with `checkpoint.async_save` only start to."""
+def save(run: Run, best_loss: float | None = None) -> None:
+    """Save a checkpoint, the best one with a loss; with `checkpoint.async_save` only start to."""
     state = run.state
     if run.saver:
-        is_persistent = is_due(state.iteration, run.config.checkpoint.save_interval)
-        run.saver.save(state.iteration, source_of(state), describe(state, run.identity, run.config), is_persistent)
+        is_persistent = best_loss is not None or is_due(state.iteration, run.config.checkpoint.save_interval)
+        described = describe(state, run.identity, run.config)
+        run.saver.save(state.iteration, source_of(state), described, is_persistent, best_loss)
 
 
 def save_last(run: Run) -> None:

@@ -23,7 +23,7 @@ from megatron3d.checkpoint.publish import finished_checkpoints, iteration_folder
 from megatron3d.comm.objects import on_rank_0
 from megatron3d.config.schema import TrainConfig
 from megatron3d.errors import RunFailed
-from megatron3d.train.checkpointing import LoadOptions, describe, load_newest, source_of
+from megatron3d.train.checkpointing import LoadOptions, describe, find_best, load_newest, source_of
 from megatron3d.train.run import Run
 from megatron3d.train.state import TrainState
 from megatron3d.train.step import Readout
@@ -198,6 +198,8 @@ def roll_back(run: Run, spike: Spike, num_rollbacks: int, last_good: int) -> Non
             f"{spike.reason}: rolled back from iteration {iteration} to {state.iteration}, "
             f"skipping samples {first_skipped} to {next_sample - 1}",
         )
+    if run.config.checkpoint.keep_best:
+        run.saver.start_from(find_best(run.saver.root, state.iteration, run.comm))
     run.saver.saved_at = None
     run.saver.save(state.iteration, source_of(state), describe(state, run.identity, run.config))
 

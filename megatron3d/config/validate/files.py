@@ -36,6 +36,9 @@ def checkpoint_problems(facts: Facts) -> Iterator[str]:
             f"{facts.named('checkpoint.non_persistent_save_interval')}: all of these checkpoints would be permanent, "
             f"since checkpoint.save_interval={long} divides it; use a smaller one, or leave it out"
         )
+    if checkpoint.save and checkpoint.keep_best and not facts.config.train.eval_interval:
+        where = facts.named("checkpoint.keep_best")
+        yield f"{where}: no validation loss to compare; set train.eval_interval, or leave it out"
     yield from _rollback_problems(facts)
 
 

@@ -10,7 +10,14 @@ from megatron3d.config.validate.facts import Facts, plain
 from megatron3d.data.preprocess.inputs import HF_PREFIX
 
 DYNAMIC = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
-SAVING = ("save_interval", "non_persistent_save_interval", "keep_latest_k", "save_retain_interval", "async_save")
+SAVING = (
+    "save_interval",
+    "non_persistent_save_interval",
+    "keep_latest_k",
+    "save_retain_interval",
+    "keep_best",
+    "async_save",
+)
 STREAMING = ("stream_key", "stream_lanes", "stream_shuffle_rows", "on_bad_record")
 # Value of train.recompute_granularity that each key belongs to.
 RECOMPUTE_KEYS = {"recompute_modules": "selective", "recompute_method": "full", "recompute_num_layers": "full"}

@@ -56,18 +56,21 @@ def test_retained_checkpoints(tmp_path, run_ranks, checkpoint, left):
 
 
 @given(
-    st.sets(st.integers(1, 40), min_size=1, max_size=12), st.none() | st.integers(1, 5), st.none() | st.integers(1, 9)
+    st.sets(st.integers(1, 40), min_size=1, max_size=12),
+    st.none() | st.integers(1, 5),
+    st.none() | st.integers(1, 9),
+    st.none() | st.integers(1, 40),
 )
-def test_pruning_removes_only_what_the_policy_allows(tmp_path_factory, iterations, k, n):
-    """The tracker's checkpoint is retained, and later ones are left alone."""
+def test_pruning_removes_only_what_the_policy_allows(tmp_path_factory, iterations, k, n, best):
+    """The tracker's checkpoint and the best one are retained, and later ones are left alone."""
     root = tmp_path_factory.mktemp("run")
     last = sorted(iterations)[len(iterations) // 2]
     for iteration in iterations:
         (root / f"iter_{iteration:07d}").mkdir()
     (root / TRACKER).write_text(str(last))
-    prune(root, RetentionPolicy(k, n))
+    prune(root, RetentionPolicy(k, n), best=best)
     past = sorted(i for i in iterations if i <= last)
-    stays = set(past if k is None else past[-k:]) | {i for i in past if n and i % n == 0}
+    stays = set(past if k is None else past[-k:]) | {i for i in past if (n and i % n == 0) or i == best}
     assert finished_checkpoints(root).keys() == stays | {i for i in iterations if i > last}
     assert last in stays and not list(root.glob(".*"))
 

@@ -36,6 +36,7 @@ VALUES: dict[str, Any] = {
     "checkpoint.non_persistent_save_interval": 4,
     "checkpoint.keep_latest_k": 1,
     "checkpoint.save_retain_interval": 6,
+    "checkpoint.keep_best": True,
     "checkpoint.async_save": True,
     "logging.wandb_name": "mine",
     "logging.wandb_mode": "offline",
