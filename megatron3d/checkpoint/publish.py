@@ -154,6 +154,11 @@ def is_non_persistent(folder: Path) -> bool:
     return folder.parent.name == NON_PERSISTENT
 
 
+def run_folder(checkpoint: Path) -> Path:
+    """Return the folder of the run that saved a checkpoint, permanent or not."""
+    return checkpoint.parent.parent if is_non_persistent(checkpoint) else checkpoint.parent
+
+
 def read_tracker(root: Path) -> int | None:
     """Return the iteration that the tracker names; None without a tracker.  Raises UserError where it is damaged."""
     tracker = root / TRACKER

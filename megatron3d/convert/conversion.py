@@ -29,6 +29,7 @@ from torch import Tensor
 from megatron3d.checkpoint import store
 from megatron3d.checkpoint.index import read_index, read_meta
 from megatron3d.checkpoint.pieces import dtype_name
+from megatron3d.checkpoint.publish import run_folder
 from megatron3d.checkpoint.store import Piece
 from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.config.read import SECTIONS, Resolved, read_config
@@ -203,7 +204,7 @@ def _origin(checkpoint: Path) -> str:
 
     Checkpoints of earlier versions do not tell; of those, the folder of a run that was converted does.
     """
-    path = checkpoint.parent / RECORD
+    path = run_folder(checkpoint) / RECORD
     found = read_meta(checkpoint).model_type
     return found or (str(read_json(path).get("model_type", "")) if path.is_file() else "")
 
@@ -304,7 +305,7 @@ def _data_section(request: ConversionRequest, checkpoint: Path) -> DataConfig:
     if request.tokenizer_type is not None:
         named = {"tokenizer_type": request.tokenizer_type, "tokenizer_model": request.tokenizer_model}
         return DataConfig.model_validate(named)
-    path = checkpoint.parent / "config.yaml"
+    path = run_folder(checkpoint) / "config.yaml"
     if not path.is_file():
         raise UserError(
             f"{path} does not exist, which would name the tokenizer; name it with --tokenizer-type and "

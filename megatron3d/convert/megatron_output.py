@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron3d.checkpoint import store
 from megatron3d.checkpoint.index import Meta, read_index, read_meta
-from megatron3d.checkpoint.publish import iteration_folder
+from megatron3d.checkpoint.publish import iteration_folder, run_folder
 from megatron3d.checkpoint.store import Index, Piece
 from megatron3d.config.model_defaults import resolve_architecture
 from megatron3d.config.read import read_config
@@ -69,7 +69,7 @@ def to_megatron(request: ConversionRequest) -> ConversionReport:
         for name, _ in each.tensor.parts
         if not each.tensor.is_state
     )
-    path = checkpoint.parent / "config.yaml"
+    path = run_folder(checkpoint) / "config.yaml"
     config = read_config(path).config if path.is_file() else None
     if config is not None:
         sections = {"train": config.train, "optimizer": config.optimizer}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron3d.checkpoint.store import resolve
+from megatron3d.checkpoint.publish import resolve, run_folder
 from megatron3d.config.read import read_config
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config, ParallelConfig
@@ -31,7 +31,7 @@ def read_run(folder: Path, overrides: Sequence[str], world_size: int, micro_batc
     A microbatch has `micro_batch_size` sequences (None: as few as the tensor axes allow), and a step has the smallest
     number of microbatches that the schedule allows.  Raises UserError with every problem.
     """
-    config = read_config(folder.parent / "config.yaml", overrides).config
+    config = read_config(run_folder(folder) / "config.yaml", overrides).config
     if world_size == 1 and not any(text.startswith("parallel.") for text in overrides):
         config = config.model_copy(update={"parallel": ParallelConfig()})
     asks = any(text.startswith(f"parallel.{DISPATCHER}=") for text in overrides)

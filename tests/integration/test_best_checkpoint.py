@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from megatron3d.checkpoint.publish import BEST_TRACKER, Best, finished_checkpoints, read_best, resolve
+from megatron3d.config.validate.files import NON_PERSISTENT, TRACKER
 from megatron3d.errors import ExitCode, UserError
 from megatron3d.metrics.journal import read_journal
 from megatron3d.runtime import process
@@ -165,6 +166,28 @@ def test_tools_take_the_best_checkpoint_or_that_of_an_iteration(
         assert convert_checkpoint.main(typed) == 0
     first, second = ((tmp_path / place / "model.safetensors").read_bytes() for place in "01")
     assert first == second
+
+
+def test_tools_take_the_newest_checkpoint_of_a_run_that_goes_on(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bug that this finds: where that is not a permanent one, the run's config.yaml was looked for next to it."""
+    shutil.copytree(trained, tmp_path / "run")
+    place = tmp_path / "run" / NON_PERSISTENT
+    place.mkdir()
+    (tmp_path / "run/iter_0000004").rename(place / "iter_0000007")
+    (place / TRACKER).write_text("7\n")
+    said = []
+    for load, chosen in (
+        (tmp_path / "run", []),
+        (tmp_path / "run", ["--iteration", "7"]),
+        (trained, ["--iteration", "4"]),
+    ):
+        assert generate.main(["--load", str(load), *chosen, "--temperature", "2", "--max-new-tokens", "9"]) == 0
+        said.append(capsys.readouterr().out)
+    assert len(set(said)) == 1
+    typed = ["to-hf", "--input", str(tmp_path / "run"), "--output", str(tmp_path / "hf"), "--without-logits"]
+    assert convert_checkpoint.main(typed) == 0
 
 
 def test_what_cannot_be_taken_is_named(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
