@@ -15,6 +15,8 @@ DATA = ["pyarrow", "datasets", "tiktoken", "nltk"]
 TESTS = ["pytest>=8", "pytest-xdist>=3", "hypothesis"]
 # CUDA builds of torch bring Triton; on CPUs it interprets the kernels in the tests, and compiles them for GPUs.
 TRITON = "triton>=3.5; platform_system == 'Linux' and platform_machine == 'x86_64'"
+# A server of the completions API, and the client that tests it.
+SERVE = ["starlette>=0.40", "uvicorn>=0.30"]
 # The documentation site: scripts/docs.sh.
 DOCS = ["mkdocs-material>=9.6", "mkdocstrings[python]>=1"]
 
@@ -52,9 +54,22 @@ setup(
         "tensorboard",
     ],
     extras_require={
-        "dev": [*TESTS, "ruff", "mypy", "types-PyYAML", "transformers>=5", TRITON, "wandb", *DATA, *DOCS],
+        "dev": [
+            *TESTS,
+            "ruff",
+            "mypy",
+            "types-PyYAML",
+            "transformers>=5",
+            TRITON,
+            "wandb",
+            *DATA,
+            *DOCS,
+            *SERVE,
+            "openai",
+        ],
         "data": DATA,
         "docs": DOCS,
+        "serve": SERVE,
         "wandb": ["wandb"],
         "eval": ["lm_eval"],
     },

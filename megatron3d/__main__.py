@@ -32,6 +32,7 @@ COMMANDS: Mapping[str, Command] = {
     "preprocess": Command("tools/preprocess_data.py", "make token files of text"),
     "inspect": Command("tools/inspect_dataset.py", "describe token files"),
     "generate": Command("tools/generate.py", "sample text from a checkpoint"),
+    "serve": Command("tools/serve.py", "serve a checkpoint over OpenAI's completions API"),
     "evaluate": Command("tools/evaluate.py", "compute the loss of a checkpoint on a corpus"),
     "convert": Command("tools/convert_checkpoint.py", "to and from Hugging Face, Megatron-LM, torch"),
     "checkpoint": Command("tools/checkpoint.py", "inspect, verify and compare checkpoints"),

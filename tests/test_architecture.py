@@ -300,6 +300,7 @@ def test_a_repeated_class_name_is_found() -> None:
 # Attributes of other libraries' objects that those libraries mean to be assigned, by module.
 LIBRARY_ATTRIBUTES = {
     "megatron3d.comm.process_groups": {"max_ctas", "_timeout"},
+    "megatron3d.inference.server": {"should_exit"},
     "megatron3d.linear.main_grad": {"grad"},
     "megatron3d.convert.tokenizer": {"pre_tokenizer", "decoder", "normalizer", "post_processor"},
     "megatron3d.data.preprocess.tokenizer_training": {"pre_tokenizer", "decoder"},

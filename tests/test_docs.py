@@ -52,6 +52,8 @@ NOT_DONE: Mapping[str, str] = {
     "python tools/calibrate.py": "keeps every core busy for a minute: tests/unit/tools/test_calibrate_cpu.py",
     "torchrun --nproc-per-node 8 pretrain_gpt.py --config configs/gpus/": GPU,
     "python benchmarks/gpu_day.py": GPU,
+    "python tools/serve.py": "serves until Ctrl-C: tests/integration/tools/test_serve.py starts some",
+    "torchrun --nproc-per-node 2 tools/serve.py": "serves until Ctrl-C: tests/integration/tools/test_serve.py",
     "sbatch": CLUSTER,
     "srun": CLUSTER,
     "scancel": CLUSTER,

@@ -18,9 +18,9 @@ from megatron3d.pipeline.engine import PipelineExecutor
 from megatron3d.pipeline.schedules import load_schedule, num_microbatches
 from megatron3d.runtime.process import Runtime
 from megatron3d.train.checkpointing import load_weights
-from megatron3d.train.state import build_state, connect
+from megatron3d.train.state import TrainState, build_state, connect
 
-__all__ = ["read_run", "resolve", "restore"]
+__all__ = ["read_run", "resolve", "restore", "restore_state"]
 
 DISPATCHER = "moe_token_dispatcher_type"
 
@@ -56,7 +56,12 @@ def _with_batch(config: Config, micro_batch_size: int, global_batch_size: int) -
 
 def restore(config: Config, tokenizer: Tokenizer, folder: Path, here: Runtime) -> PipelineExecutor:
     """Return this rank's model with the checkpoint's weights; raises UserError if the checkpoint does not fit it."""
+    return restore_state(config, tokenizer, folder, here).executor
+
+
+def restore_state(config: Config, tokenizer: Tokenizer, folder: Path, here: Runtime) -> TrainState:
+    """Return the state of which `restore` returns the model, into which weights of other checkpoints can be loaded."""
     spec = RunSpec(config, here.world_size, tokenizer.vocab_size, here.rank)
     state = build_state(spec, connect(spec), here.device)
     load_weights(folder, state, {"tokenizer": tokenizer.fingerprint})
-    return state.executor
+    return state
