@@ -26,6 +26,7 @@ import torch
 from megatron3d.config.cli import ConfigParser
 from megatron3d.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron3d.errors import ExitCode, UserError
+from megatron3d.inference.chat import ChatTemplate, find_template
 from megatron3d.inference.completions import CompletionRequest, RequestError, Work, generate_work, make_work
 from megatron3d.inference.load import read_run, resolve, restore_state
 from megatron3d.runtime import process
@@ -52,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = read_run(folder, args.overrides, env.world_size)
     tokenizer = build_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model)
     begin = tokenizer.special.before_text(config.data.add_bos_token)
+    template = find_template(config.data.tokenizer_model)
     listening = listen(args.host, args.port) if env.rank == 0 else None
     with process.start() as here, torch.no_grad(), StopSignal() as stop:
         state = restore_state(config, tokenizer, folder, here)
@@ -59,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if listening is None:
             follow(model)
         else:
-            serve(model, stop, args, begin, listening)
+            serve(model, stop, args, begin, listening, template)
     return ExitCode.DONE
 
 
@@ -117,7 +119,12 @@ def follow(model: Model) -> None:
 
 
 def serve(
-    model: Model, stop: StopSignal, args: argparse.Namespace, begin: Sequence[int], listening: socket.socket
+    model: Model,
+    stop: StopSignal,
+    args: argparse.Namespace,
+    begin: Sequence[int],
+    listening: socket.socket,
+    template: ChatTemplate | None,
 ) -> None:
     """Serve requests on rank 0, one after another, until a signal asks to stop."""
     from megatron3d.inference.server import HttpServer, Service, make_app
@@ -126,8 +133,7 @@ def serve(
         return make_work(request, model.tokenizer, begin, lambda: secrets.randbelow(2**31))
 
     name = args.served_model_name or str(args.load)
-    refusal = "chat completions are not served; use /v1/completions"
-    service = Service(name, to_work, model.tokenizer.decode, refusal)
+    service = Service(name, to_work, model.tokenizer, template)
     with HttpServer(make_app(service), listening):
         host, port = listening.getsockname()[:2]
         where = f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"

@@ -1,4 +1,4 @@
-"""Requests of OpenAI's completions API, and their generation on all ranks.
+"""Requests of OpenAI's completions and chat completions API, and their generation on all ranks.
 
     rank 0    request -> `CompletionRequest` -> `Work` --broadcast--> rank 1, 2, ...    all ranks: `generate_work`
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron3d.data.tokenizers.special_tokens import with_beginning
 from megatron3d.data.tokenizers.tokenizer import Tokenizer
+from megatron3d.inference.chat import ChatTemplate
 from megatron3d.inference.continuation import Continuation
 from megatron3d.inference.sampling import Choice, Sampler, Text, generate
 from megatron3d.pipeline.engine import PipelineExecutor
@@ -25,6 +26,8 @@ from megatron3d.runtime.arguments import MAX_SEED, shorten
 
 MAX_CHOICES = 128
 MAX_NEW_TOKENS = 10**7
+# Tokens of an answer in a conversation where the request sets no limit.
+CHAT_TOKENS = 1024
 
 
 class RequestError(Exception):
@@ -102,7 +105,61 @@ class CompletionRequest(GenerationOptions):
         return [*self.prompt]
 
 
-def read_request(kind: type[CompletionRequest], body: object) -> CompletionRequest:
+class TextPart(BaseModel):
+    """A part of a message that is text; others are not supported."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """A message of a conversation."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    role: str
+    content: str | list[TextPart]
+    name: str | None = None
+
+    def values(self) -> dict[str, str]:
+        """Return what a chat template reads."""
+        parts = self.content if isinstance(self.content, list) else []
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in parts)
+        return {"role": self.role, "content": text} | ({} if self.name is None else {"name": self.name})
+
+
+class ChatRequest(GenerationOptions):
+    """The body of a request to /v1/chat/completions."""
+
+    FIXED: ClassVar[Mapping[str, Any]] = {**GenerationOptions.FIXED, "logprobs": False, "top_logprobs": 0}
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: int | None = Field(None, ge=0, le=MAX_NEW_TOKENS)
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    def to_completion(self, template: ChatTemplate, tokenizer: Tokenizer) -> CompletionRequest:
+        """Return the request for the text after the conversation; raises RequestError where the template refuses it.
+
+        Its tokens are those of the template's text, which has what begins a text itself.
+        """
+        try:
+            prompt = tokenizer.encode(template.render([message.values() for message in self.messages]))
+        except ValueError as error:
+            raise RequestError(
+                f"messages: the chat template refuses them: {shorten(str(error))}", "messages"
+            ) from error
+        if not prompt:
+            raise RequestError("messages: the chat template makes an empty text of them", "messages")
+        given = {name: getattr(self, name) for name in GenerationOptions.model_fields}
+        most = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+        return CompletionRequest(**given | {"prompt": prompt, "max_tokens": CHAT_TOKENS if most is None else most})
+
+
+Asked = TypeVar("Asked", bound=GenerationOptions)
+
+
+def read_request(kind: type[Asked], body: object) -> Asked:
     """Return a request from its JSON; raises RequestError where it is none, or asks for what is not supported."""
     try:
         request = kind.model_validate(body)

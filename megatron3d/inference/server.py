@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,8 +27,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from megatron3d.data.tokenizers.tokenizer import Tokenizer
 from megatron3d.errors import UserError
+from megatron3d.inference.chat import ChatTemplate
 from megatron3d.inference.completions import (
+    ChatRequest,
     CompletionRequest,
     RequestError,
     TextPiece,
@@ -65,13 +68,13 @@ class Service:
     """What the server says of its model, and how it makes work of requests.
 
     Attributes:
-        refuse_chat: why there are no chat completions.
+        template: writes conversations as text; None: there are no chat completions.
     """
 
     name: str
     to_work: Callable[[CompletionRequest], Work]
-    prompt_of: Callable[[Sequence[int]], str]
-    refuse_chat: str
+    tokenizer: Tokenizer
+    template: ChatTemplate | None = None
     jobs: queue.Queue[Job] = field(default_factory=queue.Queue)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -99,10 +102,14 @@ def make_app(service: Service) -> Starlette:
     async def completions(request: Request) -> Response:
         asked = read_request(CompletionRequest, await _json(request))
         service.check_model(asked.model)
-        return await _complete(service, asked, request)
+        return await _complete(service, asked, request, Answer)
 
     async def chat(request: Request) -> Response:
-        raise RequestError(service.refuse_chat)
+        if service.template is None:
+            raise RequestError("chat completions: the tokenizer has no chat template; use /v1/completions")
+        asked = read_request(ChatRequest, await _json(request))
+        service.check_model(asked.model)
+        return await _complete(service, asked.to_completion(service.template, service.tokenizer), request, ChatAnswer)
 
     async def health(request: Request) -> Response:
         return JSONResponse({"status": "ok"})
@@ -159,10 +166,10 @@ async def _json(request: Request) -> object:
         raise RequestError(f"the body is not JSON: {error}"[:200]) from error
 
 
-async def _complete(service: Service, asked: CompletionRequest, request: Request) -> Response:
+async def _complete(service: Service, asked: CompletionRequest, request: Request, kind: type[Answer]) -> Response:
     work = service.to_work(asked)
     job = Job(work, asyncio.get_running_loop())
-    answer = Answer(service, asked, work)
+    answer = kind(service, asked, work)
     service.jobs.put(job)
     if asked.stream:
         first = await _next(job, request)  # what cannot be served at all is answered with its status
@@ -191,8 +198,8 @@ async def _events(answer: Answer, job: Job, request: Request, first: TextPiece |
     """Yield the events of a stream, whose last one is [DONE] unless the generation failed."""
     piece: TextPiece | RequestError | None = first
     try:
-        for row in range(len(answer.work.prompts)) if answer.asked.echo else ():
-            yield _event(answer.chunk(TextPiece(row, answer.prompt(row), [], None, 0)))
+        for begun in answer.first_chunks():
+            yield _event(begun)
         while piece is not None:
             if isinstance(piece, RequestError):
                 yield _event({"error": piece.error})
@@ -213,11 +220,14 @@ def _event(content: Mapping[str, Any]) -> str:
 
 
 class Answer:
-    """The response to a request, of its pieces."""
+    """The response to a request for a completion, of its pieces."""
+
+    ID = "cmpl"
+    OBJECT = OBJECT_OF_EVENT = "text_completion"
 
     def __init__(self, service: Service, asked: CompletionRequest, work: Work) -> None:
         self._service, self.asked, self.work = service, asked, work
-        self._id, self._created = f"cmpl-{uuid.uuid4().hex}", int(time.time())
+        self._id, self._created = f"{self.ID}-{uuid.uuid4().hex}", int(time.time())
         self._pieces: list[list[TextPiece]] = [[] for _ in work.prompts]
 
     def add(self, piece: TextPiece) -> None:
@@ -226,17 +236,23 @@ class Answer:
 
     def prompt(self, row: int) -> str:
         """Return the text before a choice's continuation where `echo` asks for it."""
-        return self._service.prompt_of(self.work.prompts[row]) if self.asked.echo else ""
+        return self._service.tokenizer.decode(self.work.prompts[row]) if self.asked.echo else ""
 
-    def head(self) -> dict[str, Any]:
-        """Return the fields that the response and all events share."""
-        return {"id": self._id, "object": "text_completion", "created": self._created, "model": self.asked.model}
+    def head(self, kind: str | None = None) -> dict[str, Any]:
+        """Return the fields that all events share, or with its kind of object the response."""
+        kind = kind or self.OBJECT_OF_EVENT
+        return {"id": self._id, "object": kind, "created": self._created, "model": self.asked.model}
 
     def usage(self) -> dict[str, int]:
         """Return the numbers of tokens; a prompt counts once, however many choices it has."""
         read = sum(map(len, self.work.prompts[:: self.asked.n or 1]))
         new = sum(piece.num_tokens for pieces in self._pieces for piece in pieces)
         return {"prompt_tokens": read, "completion_tokens": new, "total_tokens": read + new}
+
+    def first_chunks(self) -> Iterator[dict[str, Any]]:
+        """Yield the events before the first piece."""
+        for row in range(len(self.work.prompts)) if self.asked.echo else ():
+            yield self.chunk(TextPiece(row, self.prompt(row), [], None, 0))
 
     def chunk(self, piece: TextPiece) -> dict[str, Any]:
         """Return the event of a piece."""
@@ -249,7 +265,7 @@ class Answer:
             text = self.prompt(row) + "".join(piece.text for piece in pieces)
             logprobs = [each for piece in pieces for each in piece.logprobs]
             choices.append(self._choice(row, text, logprobs, pieces[-1].finish_reason))
-        return {**self.head(), "choices": choices, "usage": self.usage()}
+        return {**self.head(self.OBJECT), "choices": choices, "usage": self.usage()}
 
     def _choice(self, row: int, text: str, logprobs: Sequence[TokenLogprobs], reason: str | None) -> dict[str, Any]:
         told = (
@@ -263,6 +279,28 @@ class Answer:
             }
         )
         return {"text": text, "index": row, "logprobs": told, "finish_reason": reason}
+
+
+class ChatAnswer(Answer):
+    """The response to a request for the next message of a conversation."""
+
+    ID = "chatcmpl"
+    OBJECT, OBJECT_OF_EVENT = "chat.completion", "chat.completion.chunk"
+
+    def first_chunks(self) -> Iterator[dict[str, Any]]:
+        for row in range(len(self.work.prompts)):
+            yield self._delta({"role": "assistant", "content": ""}, row, None)
+
+    def chunk(self, piece: TextPiece) -> dict[str, Any]:
+        return self._delta({"content": piece.text} if piece.text else {}, piece.row, piece.finish_reason)
+
+    def _delta(self, delta: dict[str, str], row: int, reason: str | None) -> dict[str, Any]:
+        choice = {"index": row, "delta": delta, "logprobs": None, "finish_reason": reason}
+        return {**self.head(), "choices": [choice]}
+
+    def _choice(self, row: int, text: str, logprobs: Sequence[TokenLogprobs], reason: str | None) -> dict[str, Any]:
+        message = {"role": "assistant", "content": text}
+        return {"index": row, "message": message, "logprobs": None, "finish_reason": reason}
 
 
 class HttpServer:

@@ -23,11 +23,12 @@ import openai
 import pytest
 
 from megatron3d.checkpoint.publish import finished_checkpoints
+from megatron3d.data.tokenizers.tokenizer import HuggingFaceTokenizer
 from megatron3d.errors import ExitCode, UserError
 from megatron3d.runtime import process
 from tests.support.processes import start
-from tests.support.tiny_run import ROOT, run, write_config
-from tools import generate, serve
+from tests.support.tiny_run import ROOT, run, write_config, write_corpus
+from tools import generate, serve, train_tokenizer
 
 PROMPT = "def fill(text, width=70"
 SAMPLED: dict[str, Any] = {"max_tokens": 24, "temperature": 1.2, "seed": 7}
@@ -219,7 +220,7 @@ def post(client: openai.OpenAI, path: str, body: bytes | None) -> tuple[int, dic
         ("completions", b" " * (2**24 + 1), 413, "the body has more than"),
         ("completions", None, 405, "GET /v1/completions: Method Not Allowed"),
         ("embeddings", b"{}", 404, "POST /v1/embeddings: Not Found"),
-        ("chat/completions", b"{}", 400, "chat completions are not served; use /v1/completions"),
+        ("chat/completions", b"{}", 400, "chat completions: the tokenizer has no chat template; use"),
     ],
 )
 def test_bad_bytes_never_end_the_server(
@@ -279,6 +280,57 @@ def test_a_newer_checkpoint_is_loaded_between_requests(
         shutil.copy(tmp_path / "kept" / file.name, file)
         assert ask() == expected[1]
     assert sorted(finished_checkpoints(root)) == [20, 40]
+
+
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if messages | length > 3 %}" + (
+    "{{ raise_exception('too long') }}{% endif %}assistant:"
+)
+
+
+def test_a_conversation_is_continued_after_its_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal to a completion of the text that the template makes, though the tokenizer puts a token before texts."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(train_tokenizer, "train_in_child", train_tokenizer.train)
+    (tmp_path / "text.txt").write_text("a conversation of a user and an assistant\n" * 20)
+    typed = ["--input", str(tmp_path / "text.txt"), "--type", "byte-bpe", "--vocab-size", "280"]
+    assert train_tokenizer.main([*typed, "--output-prefix", str(tmp_path / "made")]) == 0
+    (tmp_path / "made.tokenizer.json").rename(tmp_path / "tokenizer.json")
+    settings = {"chat_template": TEMPLATE, "bos_token": "a", "add_bos_token": True}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = HuggingFaceTokenizer(str(tmp_path))
+    assert tokenizer.special.prepended
+    config = write_config(tmp_path)
+    write_corpus(tmp_path / "corpus", tokenizer=tokenizer)
+    named = ["data.tokenizer_type=HuggingFaceTokenizer", f"data.tokenizer_model={tmp_path}"]
+    assert run(config, *named).code == 0
+    messages: list[Any] = [
+        {"role": "system", "content": "größe"},
+        {"role": "user", "content": [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]},
+    ]
+    options: Any = {"max_tokens": 9, "seed": 3, "temperature": 1.5}
+    with serving(tmp_path / "run", "--served-model-name", "tiny") as (client, _):
+        rendered = tokenizer.encode("system: größe\nuser: a b\nassistant:")
+        plain = client.completions.create(model="tiny", prompt=rendered, **options).choices[0]
+        found = client.chat.completions.create(model="tiny", messages=messages, n=2, **options)
+        assert found.choices[0].message.role == "assistant" and found.object == "chat.completion"
+        assert found.choices[0].message.content == plain.text != found.choices[1].message.content
+        assert found.choices[0].finish_reason == plain.finish_reason
+        assert found.usage is not None and found.usage.prompt_tokens == len(rendered)
+        events = [*client.chat.completions.create(model="tiny", messages=messages, stream=True, **options)]
+        assert events[0].choices[0].delta.role == "assistant"
+        assert "".join(event.choices[0].delta.content or "" for event in events) == plain.text
+        assert events[-1].choices[0].finish_reason == plain.finish_reason
+        for changes, words in (
+            ({"messages": messages * 2}, "messages: the chat template refuses them: too long"),
+            ({"messages": []}, "messages"),
+            ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+            ({"logprobs": True}, "logprobs=True is not supported"),
+        ):
+            given: dict[str, Any] = {"model": "tiny", "messages": messages, **changes}
+            with pytest.raises(openai.BadRequestError, match=words):
+                client.chat.completions.create(**given)
+        with pytest.raises(openai.NotFoundError):
+            client.chat.completions.create(model="other", messages=messages)
 
 
 def test_ctrl_c_ends_the_server_in_the_middle_of_a_text(folder: Path) -> None:
