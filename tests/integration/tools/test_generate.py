@@ -8,6 +8,7 @@ import json
 import os
 import pty
 import random
+import select
 import signal
 import sys
 from argparse import Namespace
@@ -265,8 +266,15 @@ def test_a_conversation_goes_on_after_what_was_shown(
     assert capsys.readouterr().out == f"{first}\n{then}"
 
 
-def test_a_terminal_is_asked_and_ctrl_c_and_ctrl_d_end_what_they_say(folder: Path) -> None:
+ENDLESS = ["--temperature", "0"]
+
+
+def test_a_terminal_is_asked_and_ctrl_c_and_ctrl_d_end_what_they_say(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A real terminal: Ctrl-C ends a generation without end, then a line that is being typed; Ctrl-D the program."""
+    said = text(folder, capsys, ["--max-new-tokens", "500", *ENDLESS, "--prompt", "def f\n"]).removeprefix("def f\n")
+    assert "> " not in said and len(said) == 501, "it repeats itself, and never ends"
     ours, theirs = pty.openpty()
     command = [
         sys.executable,
@@ -274,6 +282,7 @@ def test_a_terminal_is_asked_and_ctrl_c_and_ctrl_d_end_what_they_say(folder: Pat
         "--load",
         str(folder),
         "--interactive",
+        *ENDLESS,
         "--max-new-tokens",
         "9999999",
     ]
@@ -293,6 +302,7 @@ def test_a_terminal_is_asked_and_ctrl_c_and_ctrl_d_end_what_they_say(folder: Pat
     def read_to(words: str) -> str:
         said = ""
         while words not in said:
+            assert select.select([ours], [], [], 120)[0], f"nothing more than {said!r}"
             said += os.read(ours, 10_000).decode(errors="replace")
         return said
 

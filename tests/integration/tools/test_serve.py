@@ -31,6 +31,7 @@ from tests.support.tiny_run import ROOT, run, write_config, write_corpus
 from tools import generate, serve, train_tokenizer
 
 PROMPT = "def fill(text, width=70"
+ENDLESS: dict[str, Any] = {"prompt": "def f\n", "temperature": 0}
 SAMPLED: dict[str, Any] = {"max_tokens": 24, "temperature": 1.2, "seed": 7}
 
 
@@ -233,12 +234,12 @@ def test_bad_bytes_never_end_the_server(
 
 def test_requests_wait_for_their_turn_and_lost_clients_for_none(client: openai.OpenAI) -> None:
     """A client that goes away during a text of ten million tokens does not keep the others waiting."""
-    endless = client.completions.create(
-        model="tiny", prompt="a", max_tokens=10**7, stream=True, temperature=0.5, seed=1
-    )
+    begun = client.completions.create(model="tiny", max_tokens=500, **ENDLESS).choices[0]
+    assert begun.finish_reason == "length", "it repeats itself, and never ends"
+    endless = client.completions.create(model="tiny", stream=True, max_tokens=10**7, **ENDLESS)
     next(iter(endless))
     with pytest.raises(openai.APITimeoutError):  # waits behind it, and goes away too
-        client.with_options(timeout=0.5).completions.create(model="tiny", prompt="a", max_tokens=10**7)
+        client.with_options(timeout=0.5).completions.create(model="tiny", max_tokens=10**7, **ENDLESS)
     texts: list[str] = []
 
     def ask() -> None:
@@ -335,9 +336,7 @@ def test_a_conversation_is_continued_after_its_template(tmp_path: Path, monkeypa
 
 def test_ctrl_c_ends_the_server_in_the_middle_of_a_text(folder: Path) -> None:
     with serving(folder) as (client, program):
-        endless = client.completions.create(
-            model=str(folder), prompt="a", max_tokens=10**7, stream=True, temperature=0.5, seed=1
-        )
+        endless = client.completions.create(model=str(folder), stream=True, max_tokens=10**7, **ENDLESS)
         next(iter(endless))
         program.send_signal(signal.SIGINT)
         with pytest.raises(openai.APIError, match="the server stops"):
