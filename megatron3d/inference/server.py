@@ -176,10 +176,13 @@ async def _complete(service: Service, asked: CompletionRequest, request: Request
         if isinstance(first, RequestError):
             raise first
         return StreamingResponse(_events(answer, job, request, first), media_type="text/event-stream")
+    asked_s = time.monotonic()
     while (piece := await _next(job, request)) is not None:
         if isinstance(piece, RequestError):
             raise piece
         answer.add(piece)
+        if time.monotonic() - asked_s > WAIT_S:  # pieces that come without a pause hide that the client has gone
+            asked_s, job.is_cancelled = time.monotonic(), await request.is_disconnected()
     return JSONResponse(answer.whole())
 
 
