@@ -10,6 +10,7 @@ copies on this device.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +19,15 @@ from torch import Tensor
 from megatron3d.comm import matmul_rounds
 from megatron3d.comm.interface import Counts, GatheredProduct, Pending, PutProduct, completed
 from megatron3d.parallel.mesh import Axes, Link, Mesh
+
+
+def _sent(x: Tensor, result: Callable[[], Tensor]) -> Pending:
+    """Return a `Pending` of a result that keeps what is sent alive until it is waited for, as process groups do."""
+
+    def finish(x: Tensor = x) -> Tensor:
+        return result()
+
+    return Pending(finish)
 
 
 class LoopbackComm:
@@ -37,7 +47,7 @@ class LoopbackComm:
         if ranks == 1:
             return completed(x)
         out = x.new_empty((ranks, *x.shape)).copy_(x)
-        return Pending(lambda: out.flatten(0, 1) if dim == 0 else out.movedim(0, dim).flatten(dim, dim + 1))
+        return _sent(x, lambda: out.flatten(0, 1) if dim == 0 else out.movedim(0, dim).flatten(dim, dim + 1))
 
     @torch.no_grad()
     def all_gather_into(self, whole: Tensor, axes: Axes) -> Pending:
@@ -56,22 +66,30 @@ class LoopbackComm:
             return completed(x)
         assert x.shape[dim] % ranks == 0, f"{tuple(x.shape)} along {dim} does not divide by {axes}={ranks} ranks"
         whole = x if dim == 0 else x.unflatten(dim, (ranks, -1)).movedim(dim, 0).flatten(0, 1)
-        mine = whole.contiguous().chunk(ranks)[self.mesh.index(axes)].clone()
-        return Pending(lambda: mine)
+        whole = whole.contiguous()
+        mine = whole.chunk(ranks)[self.mesh.index(axes)].clone()
+        return _sent(whole, lambda: mine)
 
     def all_reduce(self, x: Tensor, axes: Axes, op: str = "sum") -> Pending:
         return completed(x.contiguous() if self.mesh.size(axes) > 1 else x)
 
     def all_to_all(self, x: Tensor, axes: Axes) -> Pending:
-        return completed(x.clone() if self.mesh.size(axes) > 1 else x)
+        return self._cloned(x, axes)
 
     def all_to_all_rows(self, x: Tensor, sent: Counts, received: Counts, axes: Axes) -> Pending:
         assert sum(sent) == sum(received) == len(x), f"{list(sent)} sent, {list(received)} received of {len(x)} rows"
-        return completed(x.clone() if self.mesh.size(axes) > 1 else x)
+        return self._cloned(x, axes)
+
+    def _cloned(self, x: Tensor, axes: Axes) -> Pending:
+        if self.mesh.size(axes) == 1:
+            return completed(x)
+        out = x.clone()
+        return _sent(x, lambda: out)
 
     @torch.no_grad()
     def shift(self, x: Tensor, out: Tensor, axes: Axes, by: int) -> Pending:
-        return completed(out.copy_(x))
+        out.copy_(x)
+        return _sent(x, lambda: out)
 
     def all_gather_matmul(self, a_MK: Tensor, b_NK: Tensor, axes: Axes, put: PutProduct) -> GatheredProduct:
         return matmul_rounds.all_gather_matmul(self, a_MK, b_NK, axes, put)
