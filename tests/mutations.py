@@ -1511,7 +1511,7 @@ MUTATIONS = [
     Mutation(
         "compiled layers keep what an activation finds on its way",
         "model/operation.py",
-        "if local.is_compiled and len(saved) > 1",
+        "if is_one_kernel and len(saved) > 1",
         "if False",
         ("tests/unit/forecast/time/test_published.py", "-k", "h100"),
     ),

@@ -349,11 +349,12 @@ def activation(local: LocalSizes, site: str, x: Stored, numel: int) -> Operation
     y = Stored(site, "output", unit)
     known = {"input": x, "output": y}
     saved = [known.get(what, Stored(site, what, unit)) for what in _ACTIVATIONS[local.arch.activation]]
+    is_one_kernel = local.is_compiled and local.experts is None  # the compiler leaves experts out, shared ones too
     return Operation(
         name=site,
         reads=(x,),
         writes=(y,),
-        saves=[x] if local.is_compiled and len(saved) > 1 else saved,  # one kernel, which finds them again in backward
+        saves=[x] if is_one_kernel and len(saved) > 1 else saved,  # which finds them again in backward
         module=MLP_ACT,
         kernels=(MemoryKernel("activation", numel * (1.5 if local.is_gated else 1)),),
     )
