@@ -24,6 +24,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from threading import Thread
 
@@ -201,9 +202,8 @@ class CheckpointSaver:
             self._write(iteration, source(lambda tensor: tensor), meta, permanent, best_loss)
             return
         pieces = self._snapshot.take(source)
-        self._thread = Thread(
-            target=self._write_in_thread, args=(iteration, pieces, meta, permanent, best_loss), name="checkpoint"
-        )
+        write = partial(self._write, iteration, pieces, meta, permanent, best_loss)
+        self._thread = Thread(target=self._write_in_thread, args=(write,), name="checkpoint")
         self._thread.start()
 
     def wait(self) -> None:
@@ -239,17 +239,10 @@ class CheckpointSaver:
             self.save(iteration, source, meta)
         run_on_all_ranks(self.comm, lambda: None)
 
-    def _write_in_thread(
-        self,
-        iteration: int,
-        pieces: Iterable[Piece],
-        meta: Mapping[str, JsonValue],
-        permanent: bool,
-        best_loss: float | None,
-    ) -> None:
+    def _write_in_thread(self, write: Callable[[], None]) -> None:
         try:
             self._snapshot.wait()
-            self._write(iteration, pieces, meta, permanent, best_loss)
+            write()
         except UserError as error:
             for problem in error.problems:
                 self._log(f"not saved, training goes on and the next save is the next try: {problem}")

@@ -96,7 +96,7 @@ def _experts(model: ModelConfig, ffn_hidden_size: int) -> Experts | None:
         scaling_factor=_or_default(model.moe_router_topk_scaling_factor, 1.0),
         has_router_bias=model.moe_router_bias,
         has_expert_bias=model.moe_router_enable_expert_bias,
-        weighs_inputs=model.moe_apply_probs_on_input,
+        applies_probs_on_input=model.moe_apply_probs_on_input,
     )
 
 

@@ -58,7 +58,7 @@ class ExpertFields:
         score: score function of the router.
         normalizes: whether the weights of chosen experts are divided by their sum; None: they always are, or never.
         is_normalized: whether they can be.
-        weighs_inputs: whether weights multiply the inputs of experts, of which a token has one.
+        applies_probs_on_input: whether weights multiply the inputs of experts, of which a token has one.
         has_router_bias: whether the router's logits have a bias, a parameter.
         has_bias: whether experts are chosen by scores and a bias of each.
         shared: number of shared experts of the size of the others; None: the type has none of these.
@@ -87,7 +87,7 @@ class ExpertFields:
     first_dense: Field | None = None
     lists_dense: bool = False
     lists_experts: bool = False
-    weighs_inputs: bool = False
+    applies_probs_on_input: bool = False
     is_normalized: bool = True
     has_bias: bool = False
     has_router_bias: bool = False
@@ -157,9 +157,9 @@ class ExpertFields:
             problems.append(f"{self.method[0]}={show(chosen)}: only {' or '.join(map(show, self.method[1:]))} works")
         if topk is None or isinstance(topk, list):
             problems.append(f"{self.topk[0]}={show(topk)}: experts of a token; one number works")
-        if self.weighs_inputs and topk != 1:
+        if self.applies_probs_on_input and topk != 1:
             problems.append(f"{self.topk[0]}={show(topk)}: weights are divided by their sum here, and not there; use 1")
-        if self.weighs_inputs:
+        if self.applies_probs_on_input:
             ours["moe_apply_probs_on_input"] = True
         elif self.score == "sigmoid" and topk == 1:
             problems.append(f"{self.topk[0]}=1: the weight of a single expert is its score here, and 1 there; use 2")
@@ -241,7 +241,7 @@ class ExpertFields:
         # Whether the weights of chosen experts can be their shares of all scores.
         can_be_raw = self.score == "softmax" and (self.normalizes is not None or not self.is_normalized)
         router_bias, bias, scores = experts.has_router_bias, experts.has_expert_bias, experts.num_group_scores
-        on_input = self.weighs_inputs
+        on_input = self.applies_probs_on_input
         takes_others = experts.num_groups is not None and scores != self.group_scores
         wrong: Sequence[tuple[bool, str, Any, str]] = (
             (experts.score_function != self.score, "router_score_function", experts.score_function, self.score),
@@ -257,7 +257,12 @@ class ExpertFields:
             (shared == 0 and gated, SHARED, shared, "some"),
             (self.score == "sigmoid" and experts.topk == 1 and not on_input, "router_topk", 1, "at least 2"),
             (on_input and experts.topk > 1, "router_topk", experts.topk, "1"),
-            (experts.weighs_inputs != on_input, "apply_probs_on_input", experts.weighs_inputs, show(on_input)),
+            (
+                experts.applies_probs_on_input != on_input,
+                "apply_probs_on_input",
+                experts.applies_probs_on_input,
+                show(on_input),
+            ),
             (takes_others, "router_group_score_topk", scores, str(self.group_scores)),
         )
         for is_wrong, key, value, theirs in wrong:
@@ -380,7 +385,7 @@ _LLAMA4 = ExpertFields(
     score="sigmoid",
     shared=("num_shared_experts", 1),
     lists_experts=True,
-    weighs_inputs=True,
+    applies_probs_on_input=True,
 )
 
 

@@ -56,7 +56,7 @@ class Experts:
         scaling_factor: factor of the weights of the chosen experts.
         has_router_bias: the router's logits have a bias, a parameter.
         has_expert_bias: the choice has a bias, which is no parameter: it moves towards an even load at each step.
-        weighs_inputs: the weights of the chosen experts multiply their inputs, not their outputs.
+        applies_probs_on_input: the weights of the chosen experts multiply their inputs, not their outputs.
     """
 
     num_experts: int
@@ -73,7 +73,7 @@ class Experts:
     has_router_bias: bool = False
     has_expert_bias: bool = False
     group_score_topk: int | None = None
-    weighs_inputs: bool = False
+    applies_probs_on_input: bool = False
 
     @property
     def num_group_scores(self) -> int:

@@ -50,7 +50,7 @@ def expert_operations(local: LocalSizes, experts: Experts, x: Stored) -> list[Op
     whole = Operation(name="mlp.whole_rows", reads=(x,), sent=spread, sent_back=collect)
     each = rows / count
     one = hidden * parts * ffn * (size < local.wide)  # dW of an expert, before it is added in fp32
-    weighing = [_weighing(local, rows)] if experts.weighs_inputs else []
+    weighting = [_weighting(local, rows)] if experts.applies_probs_on_input else []
     fc1 = Operation(
         name=EXPERT_FC1,
         saves=(Stored(EXPERT_FC1, "rows", rows * hidden * size),),
@@ -89,16 +89,16 @@ def expert_operations(local: LocalSizes, experts: Experts, x: Stored) -> list[Op
     back = [combine, exchange.returned()] if exchange.gathers else [exchange.returned(), combine]
     gate = _shared_gate(local, x, spread, collect) if experts.has_shared_gate else ()
     last = Operation(name="mlp.residual", sent=collect, sent_back=spread)
-    computed = [*_padding(local, rows), *weighing, fc1, between, fc2]
+    computed = [*_padding(local, rows), *weighting, fc1, between, fc2]
     shared = [replace(operation, within=(SHARED_EXPERTS, MOE)) for operation in shared]
     found = [whole, _router(local, experts, x), *there, *shared, *computed, *back, outer.returned(), *gate, last]
     end = 1 + max(place for place, operation in enumerate(found) if operation.saves)  # where recomputation stops
     return [replace(operation, within=operation.within or (MOE,)) for operation in found[:end]] + found[end:]
 
 
-def _weighing(local: LocalSizes, rows: int) -> Operation:
+def _weighting(local: LocalSizes, rows: int) -> Operation:
     """Return the product of rows and their weights before the experts, which keeps both factors."""
-    hidden, name = local.arch.hidden_size, "mlp.experts.weighing"
+    hidden, name = local.arch.hidden_size, "mlp.experts.weighting"
     return Operation(
         name=name,
         saves=(

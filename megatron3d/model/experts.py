@@ -108,10 +108,10 @@ class ExpertMLP(nn.Module):
         self.fc1 = ExpertLinear(f"{name}.fc1", num_experts, build)
         self.fc2 = ExpertLinear(f"{name}.fc2", num_experts, build)
         self.recomputes_activation = build.recompute.recomputes(MOE_ACT, (MOE,))
-        self.weighs_inputs = build.arch.experts is not None and build.arch.experts.weighs_inputs
+        self.applies_probs_on_input = build.arch.experts is not None and build.arch.experts.applies_probs_on_input
 
     def forward(self, x_RH: Tensor, weights_R: Tensor, rows: Groups) -> Tensor:
-        if self.weighs_inputs:
+        if self.applies_probs_on_input:
             x_RH, weights_R = (x_RH * weights_R.unsqueeze(1)).to(x_RH.dtype), torch.ones_like(weights_R)
 
         def weighted(y_RF: Tensor) -> Tensor:

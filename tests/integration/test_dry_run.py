@@ -317,7 +317,7 @@ def test_documents(exchange: str | None, mean_length: int | None, balancer: str)
 # Options that change queries and keys, or the inputs of experts, element by element.
 BETWEEN: Mapping[str, dict[str, Any]] = {
     "clip": {"clip_qkv": 0.5},
-    "inputs of experts weighed": {**MODELS["experts"], "moe_apply_probs_on_input": True},
+    "inputs of experts times their weights": {**MODELS["experts"], "moe_apply_probs_on_input": True},
     "norms without weights": {"qk_l2_norm": True},
     "factors of queries": {"attention_temperature_beta": 0.5, "attention_temperature_length": 2},
     "norms behind RoPE": {"qk_layernorm": True, "qk_layernorm_after_rope": True},
