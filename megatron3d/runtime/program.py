@@ -11,6 +11,7 @@ from megatron3d.runtime.interrupt import interruptible
 import argparse
 import contextlib
 import io
+import math
 import os
 import signal
 import sys
@@ -231,7 +232,8 @@ class StopSignal:
     def __init__(self, tells: bool = False) -> None:
         self.requested: str | None = None
         self._tells = tells
-        self._since_s = 0.0
+        self._first = threading.Lock()
+        self._since_s = math.inf
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopSignal:
@@ -260,17 +262,16 @@ class StopSignal:
                 signal.signal(number, signal.SIG_IGN)
 
     def _record(self, number: int, _: FrameType | None) -> None:
-        repeated = self.requested is not None and time.monotonic() - self._since_s > self.REPEAT_S
-        if repeated and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        if self.requested is None:
-            self.requested = signal.Signals(number).name
+        if self._first.acquire(blocking=False):  # the repetition may come while this handler runs
             self._since_s = time.monotonic()
+            self.requested = signal.Signals(number).name
             if self._tells:  # not through a stream, which the signal may have interrupted
                 more = "; once more: ends at once, without saving" if number == signal.SIGINT else ""
                 told = f"> {self.requested}: stopping after this step or the next, and saving{more}\n"
                 with contextlib.suppress(OSError):
                     os.write(2, told.encode())
+        elif number == signal.SIGINT and time.monotonic() - self._since_s > self.REPEAT_S:
+            raise KeyboardInterrupt
 
 
 class StartupPhases:

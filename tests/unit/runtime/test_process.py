@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megatron3d.errors import ExitCode, UserError
-from megatron3d.runtime import process
+from megatron3d.runtime import process, program
 from megatron3d.runtime.launcher_env import LauncherEnv
 from megatron3d.runtime.program import StartupPhases, StopSignal
 from tests.support.processes import start
@@ -92,6 +92,25 @@ def test_stop_signals_are_recorded_and_a_later_interrupt_interrupts(monkeypatch:
         monkeypatch.setattr(StopSignal, "REPEAT_S", 0.0)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_repetition_within_the_handler_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The terminal's Ctrl-C and the launcher's may come together."""
+    names = signal.Signals
+
+    def repeated(number: int) -> signal.Signals:
+        monkeypatch.undo()
+        os.kill(os.getpid(), number)
+        return names(number)
+
+    with StopSignal(tells=True) as stop:
+        monkeypatch.setattr(program.signal, "Signals", repeated)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.requested == "SIGINT"
+    told = "> SIGINT: stopping after this step or the next, and saving; once more: ends at once, without saving\n"
+    assert capfd.readouterr().err == told
 
 
 def test_signals_that_the_parent_blocked_stop_a_run() -> None:
