@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megatron3d.errors import ExitCode, UserError
-from megatron3d.runtime import process, program
+from megatron3d.runtime import process
 from megatron3d.runtime.launcher_env import LauncherEnv
 from megatron3d.runtime.program import StartupPhases, StopSignal
 from tests.support.processes import start
@@ -106,7 +106,7 @@ def test_a_repetition_within_the_handler_is_told_once(
         return names(number)
 
     with StopSignal(tells=True) as stop:
-        monkeypatch.setattr(program.signal, "Signals", repeated)
+        monkeypatch.setattr(signal, "Signals", repeated)
         os.kill(os.getpid(), signal.SIGINT)
         assert stop.requested == "SIGINT"
     told = "> SIGINT: stopping after this step or the next, and saving; once more: ends at once, without saving\n"
