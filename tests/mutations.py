@@ -38,6 +38,7 @@ EXCHANGE_PEAKS = ("tests/unit/forecast/memory/test_exchange_peaks.py",)
 CONTEXT = ("tests/integration/test_context.py",)
 CONTEXT_PAIRS = ("tests/unit/attention/test_attention_pairs_plan.py",)
 EXPERTS = ("tests/integration/test_expert_ranks.py",)
+MUON = ("tests/unit/optim/test_muon.py",)
 EXPERT_EXCHANGE = ("tests/unit/experts/test_expert_exchange.py",)
 ROUTER_PROOFS = ("tests/integration/test_router_proofs.py", "-k", "sequences")
 CAPACITY = ("tests/unit/experts/test_expert_capacity.py",)
@@ -75,6 +76,55 @@ MUTATIONS = [
         "arch.num_layers * layer + arch.padded_vocab_size * hidden",
         "arch.num_layers * layer",
         ("tests/unit/forecast/time/test_stage_division.py",),
+    ),
+    Mutation(
+        "a skipped update leaves Muon's momentum behind",
+        "optim/muon.py",
+        "torch.where(is_skipped, m, new, out=m)",
+        "m.copy_(new)",
+        MUON,
+    ),
+    Mutation(
+        "matrices come back in the order of the flat buffer",
+        "optim/homes.py",
+        "returned = sorted(range(len(mine)), key=homes.__getitem__)",
+        "returned = list(range(len(mine)))",
+        MUON,
+    ),
+    Mutation(
+        "every copy of a matrix is sent home as if it were another shard",
+        "optim/homes.py",
+        "return self._copy_index(rank, copies) == self._copy_index(matrix.home, copies)",
+        "return True",
+        MUON,
+    ),
+    Mutation(
+        "the shortest matrices choose their homes first",
+        "parallel/home_plan.py",
+        "key=lambda place: -_work(found[place][2])",
+        "key=lambda place: _work(found[place][2])",
+        MUON,
+    ),
+    Mutation(
+        "experts go to ranks that hold none of them",
+        "parallel/home_plan.py",
+        "if not spec.part_axes:",
+        "if len(spec.parts) > 0:",
+        MUON,
+    ),
+    Mutation(
+        "routers are orthogonalized",
+        "optim/rule_spec.py",
+        'not path.endswith((".router.weight", ".shared_gate.weight"))',
+        'not path.endswith(".shared_gate.weight")',
+        MUON,
+    ),
+    Mutation(
+        "an update holds no directions",
+        "forecast/memory/homes.py",
+        "others + each.held + max(",
+        "others + max(",
+        MUON,
     ),
     Mutation(
         "buckets share one latency",

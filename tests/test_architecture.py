@@ -143,6 +143,7 @@ PEERS = tuple(
         "groups",
         "common.live",
         "moe",
+        "optimizers",
         "overlaps",
         "pipeline",
         "tensor_parallel",

@@ -29,6 +29,7 @@ from megatron3d.model.group_plan import communication_axes, exposed_axes, pipeli
 from megatron3d.model.spec import CORE_ATTN, UNIFORM, Architecture, Recompute
 from megatron3d.model.stage_plan import divide, make_stages
 from megatron3d.ops.plan import CPU_LOSS_CHUNK, GPU_LOSS_CHUNK, LossChunk
+from megatron3d.parallel.home_plan import home_axes
 from megatron3d.parallel.layout import Sharding, bucket_bytes
 from megatron3d.parallel.mesh import Axes, Mesh
 from megatron3d.parallel.modes import MODES, build_mode
@@ -192,6 +193,8 @@ class RunSpec:
     def parallel_state(self) -> ParallelState:
         """The place of this rank among all ranks: its groups, links, ranks and sizes."""
         axes, links = communication_axes(self.arch, self.mode, self.mesh), pipeline_links(self.arch, self.pipeline)
+        if self.config.optimizer.needs_matrices and (homes := home_axes(self.mesh)):
+            axes = tuple(dict.fromkeys((*axes, homes)))
         return ParallelState(self.mesh, axes, links)
 
     @cached_property

@@ -324,8 +324,11 @@ class CheckpointConfig(Section, frozen=True):
     async_save: bool = key(False, "write in the background; training waits only for the copy to CPU memory")
     finetune: bool = key(False, "load weights only; iteration, optimizer and data start from scratch")
     no_load_optim: bool = key(False, "load without optimizer state and loss scale")
-    accept_changed: tuple[Literal["tokenizer", "corpus", "data.split", "train.seed"], ...] = key(
-        (), "what may differ from the run that is continued, which then reads other samples", strict=False
+    accept_changed: tuple[Literal["tokenizer", "corpus", "data.split", "train.seed", "optimizer"], ...] = key(
+        (),
+        "what may differ from the run that is continued, which then reads other samples, or, with another update rule, "
+        "begins with new optimizer state",
+        strict=False,
     )
 
 
@@ -642,7 +645,9 @@ class OptimizerConfig(Section, frozen=True):
     lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = key(
         "linear", "shape of the WSD decay phase"
     )
-    optimizer: Literal["adam"] = key("adam", "update rule: AdamW")
+    optimizer: Literal["adam", "lion", "muon"] = key(
+        "adam", "update rule: AdamW; Lion; or Muon for the matrices of layers, and AdamW for all else"
+    )
     weight_decay: float = key(0.1, ge=0)
     adam_beta1: float = key(0.9, ge=0, lt=1, also="beta1")
     adam_beta2: float = key(0.95, ge=0, lt=1, also="beta2")
@@ -658,6 +663,30 @@ class OptimizerConfig(Section, frozen=True):
     adam_implementation: Literal["torch", "apex"] = key(
         "torch", "fused kernel: PyTorch's, or NVIDIA apex's (built from source, not the PyPI package of that name)"
     )
+
+    lion_beta1: float = key(0.95, "weight of the momentum in an update", ge=0, lt=1)
+    lion_beta2: float = key(0.98, "decay of the momentum", ge=0, lt=1)
+    lion_eps: float = key(
+        1e-8, "below it an update shrinks in proportion: the sign of rounding would differ between layouts", gt=0
+    )
+    muon_momentum: float = key(0.95, ge=0, lt=1)
+    muon_use_nesterov: bool = key(True, "orthogonalize an interpolation of gradient and momentum")
+    muon_num_ns_steps: int = key(5, "Newton-Schulz iterations of an update", ge=1, also="ns_steps muon_ns_steps")
+    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = key(
+        "spectral",
+        "factor of an update of a matrix of m outputs and n inputs: sqrt(max(m, n)), sqrt(m/n), or sqrt(max(1, m/n))",
+    )
+    muon_extra_scale_factor: float = key(
+        0.2, "further factor of an update; 0.2 with spectral gives it the size of AdamW's, for the same lr", gt=0
+    )
+    muon_dtype: Literal["fp32", "bf16"] = key(
+        "fp32", "dtype in which matrices are sent and orthogonalized; fp64 runs use fp64"
+    )
+
+    @property
+    def needs_matrices(self) -> bool:
+        """Whether updates compute on whole matrices, which ranks exchange."""
+        return self.optimizer == "muon"
 
     @field_validator("clip_grad")
     @classmethod

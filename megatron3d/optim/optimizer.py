@@ -3,50 +3,86 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron3d.config.run_spec import LRPhases
 from megatron3d.config.schema import OptimizerConfig
-from megatron3d.errors import UserError
-from megatron3d.model.params import part_views
-from megatron3d.optim.adamw import ChooseUpdate, ParamGroup, choose_update
+from megatron3d.optim.adamw import ChooseUpdate, ParamGroup, Update, choose_update
+from megatron3d.optim.homes import MatrixExchange
+from megatron3d.optim.lion import choose_lion
+from megatron3d.optim.muon import update_with_muon
 from megatron3d.optim.precision import PRECISIONS, LossScale
-from megatron3d.optim.rule_spec import rule_of
+from megatron3d.optim.rule_spec import GroupSpec, groups_of, rule_of
 from megatron3d.zero import Buffers, FlatBuffer
 
-# By the name of the rule.
-UPDATES: Mapping[str, ChooseUpdate] = {"adam": choose_update}
-# Takes a tensor of a flat buffer's shard and returns the views of it that a group updates.
-Views = Callable[[Tensor], Iterable[Tensor]]
+NOWHERE = slice(0, 0)
+# By the name of the rule: those of every element by itself, and those of whole matrices.
+UPDATES: Mapping[str, ChooseUpdate] = {"adam": choose_update, "lion": choose_lion}
+MATRIX_UPDATES: Mapping[str, Callable[[MatrixExchange], Update]] = {"muon": update_with_muon}
+
+
+@dataclass(frozen=True)
+class StateShard:
+    """A kind of state of the parameters in a flat buffer that one rule updates.
+
+    Attributes:
+        name: name of the kind.
+        first: element of the flat buffer's shard that `values` start at.
+    """
+
+    name: str
+    flat: FlatBuffer
+    first: int
+    values: Tensor
+
+    def of(self, where: slice) -> Tensor | None:
+        """Return the state of elements of the flat buffer's shard; None where another rule updates them."""
+        place = self.place(where)
+        return self.values[place] if place.start >= 0 and place.stop <= len(self.values) else None
+
+    def place(self, where: slice) -> slice:
+        """Return where `values` has elements of the flat buffer's shard."""
+        return slice(where.start - self.first, where.stop - self.first)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Parameters of one group in a flat buffer: elements `where` of this rank's shard, and the state of their rule."""
+
+    group: GroupSpec
+    flat: FlatBuffer
+    paths: Sequence[str]
+    where: slice
+    states: tuple[Tensor, ...]
 
 
 class Optimizer:
-    """The configured rule on every flat buffer.
+    """The configured rule on every flat buffer; parameters that it does not take are updated by another.
 
     Attributes:
-        state: tensors of each kind of state by its name, one per flat buffer in their order, in the shape of `main`.
+        state: state tensors of this rank.
         num_steps: number of updates so far, skipped ones not counted.
     """
 
     def __init__(self, buffers: Buffers, config: OptimizerConfig, loss_scale: LossScale | None = None) -> None:
         self.buffers, self.config = buffers, config
         self.loss_scale, self.rule = loss_scale, rule_of(config)
-        mains = [flat.main for flat in buffers.flat_buffers]
-        self.state: dict[str, list[Tensor]] = {}
-        for each in self.rule.states:
-            dtype = PRECISIONS[name] if (name := each.dtype(config)) else None
-            self.state[each.name] = [torch.zeros_like(main, dtype=dtype) for main in mains]
-        self._update = UPDATES[self.rule.name](config, mains, [t for ts in self.state.values() for t in ts])
-        self._views = [list(self._group_views(flat)) for flat in buffers.flat_buffers]
-        self.num_steps = torch.zeros((), device=next((main.device for main in mains), None))
+        self.state: list[StateShard] = []
+        self._groups: dict[GroupSpec, list[_Run]] = {}
+        for flat in buffers.flat_buffers:
+            for run in self._runs_of(flat):
+                self._groups.setdefault(run.group, []).append(run)
+        self._updates = {group: self._choose(group) for group in self._groups}
+        self.num_steps = torch.zeros((), device=next((flat.main.device for flat in buffers.flat_buffers), None))
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the state on this rank."""
-        return sum(tensor.nbytes for tensors in self.state.values() for tensor in tensors)
+        return sum(each.values.nbytes for each in self.state)
 
     def set_num_steps(self, num_steps: float) -> None:
         """Continue to count the updates, as bias corrections need, at `num_steps`."""
@@ -61,11 +97,9 @@ class Optimizer:
         factor = self._grad_factor(grad_norm)
         skipped = (~torch.isfinite(grad_norm)).to(torch.float32)
         self.num_steps = self.num_steps.to(skipped.device)
-        for group in self._param_groups(factor if self.rule.scales_grads else None):
-            if factor is not None and not self.rule.scales_grads:
-                for grad in group.grads:
-                    grad.mul_(factor)
-            self._update(group, self.config, lr, self.num_steps, skipped)
+        for group, runs in self._groups.items():
+            tensors = self._param_group(group, runs, factor)
+            self._updates[group](tensors, self.config, lr, self.num_steps, skipped)
         self.num_steps += 1 - skipped
         if self.loss_scale is not None:
             self.loss_scale.update(skipped)
@@ -81,40 +115,45 @@ class Optimizer:
             return clipping
         return scale.reciprocal() if clipping is None else clipping / scale
 
-    def _param_groups(self, factor: Tensor | None) -> list[ParamGroup]:
-        decay, num_states = self.config.weight_decay, len(self.state)
-        groups = [
-            ParamGroup(decay if each.decays else 0.0, states=tuple([] for _ in range(num_states)), factor=factor)
-            for each in self.rule.groups
-        ]
-        for flat, views, *states in zip(self.buffers.flat_buffers, self._views, *self.state.values(), strict=True):
-            for index, views_of in views:
-                for tensors, tensor in zip(groups[index].lists, (flat.grad, flat.main, *states), strict=True):
-                    tensors += views_of(tensor)
-        return groups
+    def _param_group(self, group: GroupSpec, runs: Sequence[_Run], factor: Tensor | None) -> ParamGroup:
+        """Return the tensors of a group; clip and unscale its gradients here unless its kernels do."""
+        decay = self.config.weight_decay if group.decays else 0.0
+        grads, mains = [run.flat.grad[run.where] for run in runs], [run.flat.main[run.where] for run in runs]
+        states = tuple([run.states[index] for run in runs] for index in range(len(group.rule.states)))
+        if factor is not None and not group.rule.scales_grads:
+            torch._foreach_mul_(grads, factor) if grads else None
+            factor = None
+        return ParamGroup(decay, mains, grads, states, factor)
 
-    def _group_views(self, flat: FlatBuffer) -> Iterator[tuple[int, Views]]:
-        """Yield the views of a flat buffer's shard that the rule updates, each with the index of its group."""
+    def _runs_of(self, flat: FlatBuffer) -> Iterator[_Run]:
+        """Allocate the state of a flat buffer's shard, and yield the parts of it that are updated alike."""
+        groups = groups_of(self.rule, {path: self.buffers.specs[path] for path in flat.spans})
+        made: dict[str, list[StateShard]] = {}
+        for rule, where in flat.runs(lambda path: groups[path].rule):
+            made[rule.name] = []
+            for each in rule.states:
+                dtype = PRECISIONS[name] if (name := each.dtype(self.config)) else None
+                values = torch.zeros_like(flat.main[where], dtype=dtype)
+                made[rule.name].append(StateShard(each.name, flat, where.start, values))
+            self.state += made[rule.name]
+        places = dict(flat.runs(groups.__getitem__))
+        for group in dict.fromkeys(groups.values()):
+            paths = [path for path in flat.spans if groups[path] == group]
+            where = places.get(group, NOWHERE)
+            if where != NOWHERE:
+                states = tuple(shard.values[shard.place(where)] for shard in made[group.rule.name])
+                yield _Run(group, flat, paths, where, states)
+            elif group.rule.needs_matrices:  # others hold them, and this rank may be their home
+                yield _Run(group, flat, paths, where, tuple(flat.main[where] for _ in group.rule.states))
 
-        def group_of(path: str) -> int:
-            spec = self.buffers.specs[path]
-            return next(index for index, group in enumerate(self.rule.groups) if group.matches(path, spec))
-
-        if self.rule.is_elementwise:
-            yield from ((index, lambda tensor, where=where: [tensor[where]]) for index, where in flat.runs(group_of))
-        else:
-            yield from ((group_of(path), self._logical_tensors(flat, path)) for path in flat.spans)
-
-    def _logical_tensors(self, flat: FlatBuffer, path: str) -> Views:
-        """Return the function that views the logical tensors of a parameter; raises UserError if they are sharded."""
-        spec, mesh = self.buffers.specs[path], self.buffers.comm.mesh
-        if axes := mesh.nontrivial((*flat.sharding.axes, *mesh.in_order(spec.axes))):
-            raise UserError(
-                f"optimizer.optimizer={self.rule.name}: it updates whole tensors, but {path} is sharded over "
-                f"{', '.join(axes)}; use one rank along these axes, parallel.zero_stage=0, or another optimizer"
-            )
-        where = flat.shard_range(path)[1]
-        return lambda tensor: [view for _, _, view in part_views(spec, tensor[where], mesh)]
+    def _choose(self, group: GroupSpec) -> Update:
+        """Return the update of a group of parameters."""
+        name, runs = group.rule.name, self._groups[group]
+        if group.rule.needs_matrices:
+            shards = [(run.flat, run.paths, run.where) for run in runs]
+            return MATRIX_UPDATES[name](MatrixExchange(self.buffers, shards))
+        mains = [run.flat.main[run.where] for run in runs]
+        return UPDATES[name](self.config, mains, [state for run in runs for state in run.states])
 
 
 def learning_rate(config: OptimizerConfig, phases: LRPhases, position: int) -> float:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron3d.config.schema import ITEMSIZES, OptimizerConfig
-from megatron3d.parallel.layout import ParamSpec
+from megatron3d.parallel.layout import ParamSpec, Shape
 
 
 @dataclass(frozen=True)
@@ -32,46 +33,76 @@ class StateTensor:
 
 
 @dataclass(frozen=True)
-class GroupSpec:
-    """Parameters with the same weight decay; a parameter is in the first group of its rule that matches.
-
-    Attributes:
-        decays: whether `optimizer.weight_decay` applies.
-        matches: pattern over the path and the spec of a parameter.
-    """
-
-    decays: bool
-    matches: Callable[[str, ParamSpec], bool]
-
-
-BY_WEIGHT_DECAY = (GroupSpec(True, lambda path, spec: spec.decay), GroupSpec(False, lambda path, spec: True))
-
-
-@dataclass(frozen=True)
 class UpdateRule:
     """How weights are updated by their gradients.
 
     Attributes:
         moved_bytes: bytes that a step reads and writes per parameter, in fp32.
         flops: FLOPs of a step per parameter.
+        matrix_flops: FLOPs of a step for a whole logical matrix of a shape, where it needs whole matrices.
+        takes: pattern over the path and the spec of a parameter that it updates; `others` updates the rest.
         scales_grads: kernels of the update clip and unscale gradients; otherwise a pass before them does.
-        is_elementwise: an update sees flat shards; otherwise whole logical tensors, which no rank may shard.
-        chunk_bytes: bytes per element of a chunk that the update allocates if state is narrower than the weights.
+        needs_matrices: the update computes on whole logical matrices, each on its home rank.
+        piece_numbers: numbers of the weights' dtype that the update allocates for each element of a piece that it
+            computes at once; `piece_numbers_narrow` if its state is narrower than the weights.
     """
 
     name: str
     states: tuple[StateTensor, ...]
     moved_bytes: float
     flops: float
+    matrix_flops: Callable[[Shape, OptimizerConfig], float] = lambda shape, config: 0.0
+    takes: Callable[[str, ParamSpec], bool] = lambda path, spec: True
+    others: UpdateRule | None = None
     scales_grads: bool = False
-    is_elementwise: bool = True
-    chunk_bytes: int = 0
-    groups: tuple[GroupSpec, ...] = BY_WEIGHT_DECAY
+    needs_matrices: bool = False
+    piece_numbers: int = 0
+    piece_numbers_narrow: int = 0
+
+    def of(self, path: str, spec: ParamSpec) -> UpdateRule:
+        """Return the rule that updates a parameter: this one, or that of the parameters it does not take."""
+        return self if self.others is None or self.takes(path, spec) else self.others.of(path, spec)
+
+    @property
+    def all(self) -> tuple[UpdateRule, ...]:
+        """This rule and those of the parameters that it does not take."""
+        return self, *(self.others.all if self.others else ())
 
     def state_itemsizes(self, config: OptimizerConfig, main_itemsize: int) -> tuple[int, ...]:
-        """Return the bytes of an element of each state tensor, given those of the master weights."""
+        """Return the bytes of an element of each of its own state tensors, given those of the master weights."""
         names = [state.dtype(config) for state in self.states]
         return tuple(main_itemsize if name is None else ITEMSIZES[name] for name in names)
+
+
+class GroupSpec(NamedTuple):
+    """Parameters that are updated alike: by one rule, with weight decay or without."""
+
+    rule: UpdateRule
+    decays: bool
+
+
+def groups_of(rule: UpdateRule, specs: Mapping[str, ParamSpec]) -> dict[str, GroupSpec]:
+    """Return the group of each parameter, in the order in which flat buffers hold them: group after group."""
+    groups = {path: GroupSpec(rule.of(path, spec), spec.decay) for path, spec in specs.items()}
+    order = [each.name for each in rule.all]
+    return dict(sorted(groups.items(), key=lambda item: (order.index(item[1].rule.name), not item[1].decays)))
+
+
+def in_groups(rule: UpdateRule, specs: Mapping[str, ParamSpec]) -> dict[str, ParamSpec]:
+    """Return parameters in the order in which a flat buffer holds them."""
+    return {path: specs[path] for path in groups_of(rule, specs)}
+
+
+def is_hidden_matrix(path: str, spec: ParamSpec) -> bool:
+    """Return whether a parameter is a matrix between hidden features: no embedding, LM head, norm, bias or router."""
+    is_end = path.startswith(("embedding.", "head."))
+    return len(spec.layout) == 2 and not is_end and not path.endswith((".router.weight", ".shared_gate.weight"))
+
+
+def newton_schulz_flops(shape: Shape, config: OptimizerConfig) -> float:
+    """Return the FLOPs of orthogonalizing a matrix: X X^T, its square, and their product with X, in each iteration."""
+    small, large = sorted(shape)
+    return config.muon_num_ns_steps * (4.0 * small * small * large + 2.0 * small**3)
 
 
 _ADAM = UpdateRule(
@@ -80,9 +111,28 @@ _ADAM = UpdateRule(
     moved_bytes=16 + 12,  # read gradient, weight and moments; write weight and moments
     flops=14,
     scales_grads=True,
-    chunk_bytes=20,  # what the update holds when it computes, and when it rounds a moment
+    piece_numbers_narrow=5,  # when it computes, and when it rounds a moment
 )
-RULES: Mapping[str, UpdateRule] = {rule.name: rule for rule in (_ADAM,)}
+_LION = UpdateRule(
+    "lion",
+    (StateTensor("exp_avg"),),
+    moved_bytes=12 + 8,  # read gradient, weight and moment; write weight and moment
+    flops=9,
+    piece_numbers=2,
+    piece_numbers_narrow=2,
+)
+_MUON = UpdateRule(
+    "muon",
+    (StateTensor("momentum"),),
+    # Read gradient and momentum, write momentum and what is sent; read and write the weights, read what came back.
+    moved_bytes=8 + 8 + 12,
+    flops=8,
+    matrix_flops=newton_schulz_flops,
+    takes=is_hidden_matrix,
+    others=_ADAM,
+    needs_matrices=True,
+)
+RULES: Mapping[str, UpdateRule] = {rule.name: rule for rule in (_ADAM, _LION, _MUON)}
 
 
 def rule_of(config: OptimizerConfig) -> UpdateRule:

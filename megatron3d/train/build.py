@@ -44,10 +44,12 @@ from megatron3d.runtime.program import StartupPhases
 from megatron3d.train.checkpointing import (
     LoadOptions,
     SourceFormat,
+    changed_rule,
     check_continued,
     find_best,
     load_newest,
     load_state,
+    new_state,
     source_of,
 )
 from megatron3d.train.monitor.profiling import PROFILES, TRACES, check_memory_history
@@ -241,9 +243,13 @@ def resume(state: TrainState, identity: dict[str, JsonValue], comm: Comm, saver:
             print(f"> skipping checkpoint {refused}: {reason}", flush=True)
         how = "continuing from" if options.progress else "starting with the weights of"
         print(f"> {how} {folder}" if folder else f"> {load} has no checkpoint yet: starting from scratch", flush=True)
-        model = meta_of(folder, options.source.read_index(folder)).model if folder else {}
-        for name, saved, own in changed_fields(model, state.model.arch) if folder else ():
+    if comm.mesh.rank == 0 and folder is not None:
+        index = options.source.read_index(folder)
+        meta = meta_of(folder, index)
+        for name, saved, own in changed_fields(meta.model, state.model.arch):
             print(f"> model.{name}: {saved} in the checkpoint, {own} in this run", flush=True)
+        for line in new_state(folder, index, state) if options.optimizer and changed_rule(meta, state) else ():
+            print(f"> {line}", flush=True)
 
 
 def check_nothing_lost(root: Path, damaged: Sequence[tuple[Path, str]]) -> None:

@@ -39,9 +39,9 @@ from megatron3d.model.spec import (
     is_longer_table,
     may_change,
 )
+from megatron3d.optim.optimizer import StateShard
 from megatron3d.parallel.mesh import DATA
 from megatron3d.train.state import TrainState
-from megatron3d.zero import FlatBuffer
 
 
 @dataclass(frozen=True)
@@ -140,10 +140,12 @@ def try_load(
         return error.problems
     metas: list[Meta] = []
     run_on_all_ranks(comm, lambda: metas.append(_check_compatible(folder, index, state, identity, options)))
+    if options.optimizer and changed_rule(metas[0], state):
+        pieces = [piece for piece in pieces if piece.name in index.tensors or piece.name.startswith("model.")]
     buffers.settle()
     # What no checkpoint has, the padding, becomes 0: it must not keep non-finite values after a rollback.
     tables = state.model.routers.tables()
-    memory = [values for _, _, values in _flat_memory(state, only)]
+    memory = [shard.values for _, shard in _flat_memory(state, only)]
     memory += [values for table, values in tables.items() if only in (None, _ROUTERS[table])]
     mode, sharded = state.model.mode, buffers.sharding.axes
     replicas = state.model.comm.mesh.without((*DATA, *mode.context), (*sharded, *mode.experts, *mode.etensor))
@@ -264,6 +266,12 @@ def _check_compatible(
     different = [name for name in compared if found.get(name) != identity[name] and name not in accepted]
     said = f"{folder}: saved with {{}}={{}}, but this run has {{}}; continue with the saved one"
     anyway = ", or set checkpoint.accept_changed=[{}] to continue with other samples"
+    if options.optimizer and (saved := changed_rule(meta, state)) and "optimizer" not in options.accept:
+        problems = [
+            *problems,
+            f"{folder}: saved with optimizer.optimizer={saved}, but this run has {state.optimizer.rule.name}; continue "
+            "with the saved one, or set checkpoint.accept_changed=[optimizer] to begin with state that it has not at 0",
+        ]
     UserError.collect(
         [
             *problems,
@@ -279,16 +287,39 @@ def _check_compatible(
     return meta
 
 
+def changed_rule(meta: Meta, state: TrainState) -> str | None:
+    """Return the update rule that a checkpoint was saved with, if the run has another one."""
+    section = meta.config.get("optimizer")
+    saved = section.get("optimizer") if isinstance(section, dict) else None
+    return saved if isinstance(saved, str) and saved != state.optimizer.rule.name else None
+
+
+def new_state(folder: Path, index: store.Index, state: TrainState) -> Iterator[str]:
+    """Yield, for each kind of optimizer state, of which tensors a checkpoint with another update rule has none."""
+    held = {prefix: list[str]() for prefix, _ in _flat_memory(state) if prefix != "model"}
+    for piece in _pieces(state):
+        prefix = next((each for each in held if piece.name.startswith(f"{each}.")), None)
+        if prefix is not None:
+            held[prefix].append(piece.name)
+    for prefix, names in held.items():
+        missing = {*names} - index.tensors.keys()
+        if missing:
+            which = "all its" if len(missing) == len({*names}) else f"{len(missing)} of {len({*names})}"
+            yield f"{prefix}: 0 at first for {which} tensors, which {folder} has not"
+
+
 def _pieces(
     state: TrainState, copy: Callable[[Tensor], Tensor] | None = None, only: str | None = None
 ) -> Iterator[store.Piece]:
     """Yield the pieces of weights and optimizer state that this rank holds; with `copy`, copies of those it writes."""
     buffers, mesh = state.buffers, state.model.comm.mesh
     shares = ranges_to_write(buffers)
-    for prefix, flat, memory in _flat_memory(state, only):
-        for name in flat.spans:
-            start, where = flat.shard_range(name)
-            values, (_, spec, low, high) = memory[where], shares[name]
+    for prefix, shard in _flat_memory(state, only):
+        for name in shard.flat.spans:
+            start, where = shard.flat.shard_range(name)
+            values, (_, spec, low, high) = shard.of(where), shares[name]
+            if values is None:
+                continue
             if copy is not None:
                 start, values = low, copy(values[low - start : high - start])
             yield from param_pieces(prefix, spec, values, mesh, start)
@@ -307,16 +338,14 @@ def _router_pieces(state: TrainState, copy: Callable[[Tensor], Tensor], only: st
             yield store.Piece(f"{_ROUTERS[table]}.{name}.{table}", shape, ((0, shape[0]),), copy(values))
 
 
-def _flat_memory(state: TrainState, only: str | None = None) -> Iterator[tuple[str, FlatBuffer, Tensor]]:
-    """Yield this rank's shard of the master weights and of each kind of optimizer state, with the prefix of its names.
+def _flat_memory(state: TrainState, only: str | None = None) -> Iterator[tuple[str, StateShard]]:
+    """Yield this rank's shards of the master weights and of each kind of optimizer state, with the prefix of names.
 
     Args:
         only: the one prefix that is wanted; None: all.
     """
-    flats = state.buffers.flat_buffers
-    if only in (None, "model"):
-        yield from (("model", flat, flat.main) for flat in flats)
-    for name, tensors in state.optimizer.state.items():
-        prefix = f"optimizer.{name}"
+    weights = (StateShard("model", flat, 0, flat.main) for flat in state.buffers.flat_buffers)
+    kinds = (("model", weights), *((f"optimizer.{each.name}", (each,)) for each in state.optimizer.state))
+    for prefix, shards in kinds:
         if only in (None, prefix):
-            yield from ((prefix, flat, tensor) for flat, tensor in zip(flats, tensors, strict=True))
+            yield from ((prefix, shard) for shard in shards)

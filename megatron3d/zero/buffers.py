@@ -28,7 +28,7 @@ from megatron3d.comm.interface import Comm
 from megatron3d.linear.main_grad import MainGrads
 from megatron3d.parallel.layout import ParamSpec, Sharding
 from megatron3d.parallel.mesh import DATA
-from megatron3d.zero.flat_buffer import FlatBuffer, FsdpUnit, GradReduction, make_flat_buffers
+from megatron3d.zero.flat_buffer import FlatBuffer, FsdpUnit, GradReduction, InGroups, by_decay, make_flat_buffers
 
 # Backward starts with a norm, whose compute is too short to hide the all-gather of a layer.
 UNITS_PREFETCHED_BY_HEAD = 2
@@ -139,6 +139,7 @@ class Buffers:
         stage_specs: specs of its parameters by path, for each pipeline stage that the module holds.
         dtype: dtype of the parameters; main_grad and master weights are fp32 or wider.
         bucket_bytes: size of a bucket of gradients that are reduced together.
+        in_groups: order of the parameters in a flat buffer: group after group of those that are updated alike.
         sharding: state that is sharded, and the axes over which it is sharded.
         units: FSDP units in the order of the forward pass; every parameter is in one.
         reduce_dtype: dtype in which gradients are reduced over data ranks; None: that of main_grad.
@@ -155,6 +156,7 @@ class Buffers:
         device: torch.device,
         bucket_bytes: float,
         *,
+        in_groups: InGroups = by_decay,
         sharding: Sharding = REPLICATED,
         units: Sequence[FsdpUnit] = (),
         reduce_dtype: torch.dtype | None = None,
@@ -167,7 +169,14 @@ class Buffers:
         unit_of = {name: unit.path for unit in units for name in self.specs if unit.has(name)}
         assert not sharding.axes or unit_of.keys() == self.specs.keys(), "some parameters are in no FSDP unit"
         self.flat_buffers = make_flat_buffers(
-            stage_specs, unit_of, sharding, comm.mesh, dtype, device, bucket_bytes=bucket_bytes
+            stage_specs,
+            unit_of,
+            sharding,
+            comm.mesh,
+            dtype,
+            device,
+            bucket_bytes=bucket_bytes,
+            in_groups=in_groups,
         )
         # Reductions run one after another if each has a buffer of its own, or if each consists of two collectives.
         is_grouped = bool(sharding.axes) and comm.mesh.sizes[DATA[0]] > 1

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,15 @@ from torch import Tensor, nn
 from megatron3d.comm.interface import Comm, Pending
 from megatron3d.parallel.layout import ParamSpec, Sharding, shard_numel
 from megatron3d.parallel.mesh import PIPELINE, Axes, Link, Mesh
+
+G = TypeVar("G")
+# Returns the parameters of a buffer in the order in which it holds them: those that are updated alike are neighbours.
+InGroups = Callable[[Mapping[str, ParamSpec]], Mapping[str, ParamSpec]]
+
+
+def by_decay(specs: Mapping[str, ParamSpec]) -> Mapping[str, ParamSpec]:
+    """Return first the parameters with weight decay, then the others."""
+    return dict(sorted(specs.items(), key=lambda item: not item[1].decay))
 
 
 @dataclass(frozen=True)
@@ -77,7 +87,7 @@ class FlatBuffer:
         params: padded to equal shards of aligned lengths; without memory while parameters are sharded and not in use.
         main: this rank's shard of the master weights; a view of `params` (`is_view`) where the dtypes are equal.
         grad: this rank's shard of main_grad; if gradients are sharded, it is valid until the next step starts.
-        spans: range of each parameter in `params`: first those with weight decay, then the others.
+        spans: range of each parameter in `params`, in the order of `specs`.
     """
 
     def __init__(
@@ -88,7 +98,7 @@ class FlatBuffer:
         self.grads_per_microbatch = sum(spec.uses for spec in specs.values())
         self.spans: dict[str, tuple[int, int]] = {}
         self.size = 0
-        for name, spec in sorted(specs.items(), key=lambda item: not item[1].decay):
+        for name, spec in specs.items():
             start, self.size = self.size, self.size + local_numel(spec, mesh)
             self.spans[name] = start, self.size
         ranks, index = mesh.size(sharding.axes), mesh.index(sharding.axes)
@@ -167,7 +177,7 @@ class FlatBuffer:
             self.grad = total.to(self.main_dtype)
         self.num_reduced += 1
 
-    def runs(self, group_of: Callable[[str], int]) -> Iterator[tuple[int, slice]]:
+    def runs(self, group_of: Callable[[str], G]) -> Iterator[tuple[G, slice]]:
         """Yield the group and the slice of this rank's shard of neighbouring parameters of one group.
 
         Padding belongs to the last one.
@@ -182,10 +192,19 @@ class FlatBuffer:
 
     def shard_range(self, name: str) -> tuple[int, slice]:
         """Return the first element of a parameter that this rank updates, and their slice of `main` and `grad`."""
+        start, stop = self._clipped(name, self.shard)
+        offset = max(self.spans[name][0] + start - self.shard.start, 0)
+        return start, slice(offset, offset + stop - start)
+
+    def range_on(self, name: str, mesh: Mesh) -> tuple[int, int]:
+        """Return the range of elements of a parameter that the rank of a mesh updates."""
+        part, index = len(self.main), mesh.index(self.sharding.axes)
+        return self._clipped(name, slice(index * part, (index + 1) * part))
+
+    def _clipped(self, name: str, shard: slice) -> tuple[int, int]:
         low, high = self.spans[name]
-        start, stop = (min(max(edge, low), high) for edge in (self.shard.start, self.shard.stop))
-        offset = max(start - self.shard.start, 0)
-        return start - low, slice(offset, offset + stop - start)
+        start, stop = (min(max(edge, low), high) - low for edge in (shard.start, shard.stop))
+        return start, stop
 
     @property
     def is_allocated(self) -> bool:
@@ -237,6 +256,7 @@ def make_flat_buffers(
     device: torch.device,
     *,
     bucket_bytes: float,
+    in_groups: InGroups,
 ) -> list[FlatBuffer]:
     """Return flat buffers for all parameters, in the order of the forward pass.
 
@@ -258,7 +278,7 @@ def make_flat_buffers(
     ]
     order = {name: index for index, name in enumerate(specs)}
     return [
-        FlatBuffer(key, {name: specs[name] for name in run}, mesh, dtype, device)
+        FlatBuffer(key, in_groups({name: specs[name] for name in run}), mesh, dtype, device)
         for key, run in sorted(runs, key=lambda each: order[each[1][0]])
     ]
 

@@ -18,7 +18,7 @@ from megatron3d.parallel.modes import MODES
 from megatron3d.pipeline.schedules import FROM_FILE, SCHEDULES
 from megatron3d.verify.layouts import differences
 from tests.support.equality import MODELS, TOLERANCE, VOCAB_SIZE, reference
-from tests.support.layout_rows import FACTORS, ROWS, TABLE, WITH_MODULES, build, name_of, problems
+from tests.support.layout_rows import FACTORS, ROWS, TABLE, WITH_MODULES, build, name_of, problems, rule_of
 from tests.support.turn_ranks import run_turns
 
 
@@ -54,6 +54,13 @@ def test_every_entry_of_the_registries_occurs() -> None:
             assert len(entry.axis_names) == 1 or any(len(set(shape)) > 1 for shape in met)
     met = {(row["pipeline ranks"], row["schedule"][0]) for row in ROWS}
     assert met >= set(product((2, 4), (*SCHEDULES, FROM_FILE)))
+
+
+@pytest.mark.parametrize("factor", ["form", "ZeRO", "replicas", "folding", "pipeline ranks", "context ranks", "model"])
+def test_every_layout_of_parameters_occurs_with_muon(factor: str) -> None:
+    """Its exchange depends on all that divides parameters, and on their kinds."""
+    met = {ROWS[place][factor] for place in range(len(ROWS)) if rule_of(place) == "muon"}
+    assert met == set(FACTORS[factor])
 
 
 def test_the_comparison_finds_a_wrong_gradient() -> None:

@@ -36,8 +36,8 @@ NUM_RANKS = 8
 BATCHES = ((4, 8, 16), (6, 12))
 
 TRAIN = {"precision": "fp64", "loss_chunk_tokens": 12, "bucket_mb": 0.01}
-# Adam multiplies the rounding of gradients that are zero but for it by lr / eps: 1e4 here, 1e6 by default.
-OPTIMIZER = {"lr": 1e-2, "clip_grad": 0.5, "lr_warmup_iters": 1, "adam_eps": 1e-6}
+# Adam and Lion multiply the rounding of gradients that are zero but for it by lr / eps: 1e4 here, 1e6 by default.
+OPTIMIZER = {"lr": 1e-2, "clip_grad": 0.5, "lr_warmup_iters": 1, "adam_eps": 1e-6, "lion_eps": 1e-6}
 SMALL = {"num_layers": 2, "hidden_size": 48, "seq_length": 8, "kv_channels": 8, "make_vocab_size_divisible_by": 1}
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "gpt2, tied, dropout": {
@@ -342,10 +342,12 @@ def tensor_keys(form: tuple[str, str], shape: tuple[int, ...]) -> dict[str, Any]
     return {"tensor_parallel_mode": form[0], "tensor_parallel_form": form[1], "tensor_parallel_shape": shape}
 
 
-def configure(model: Mapping[str, Any], parallel: Mapping[str, Any], documents: str = "one", /, **train: Any) -> Config:
+def configure(
+    model: Mapping[str, Any], parallel: Mapping[str, Any], documents: str = "one", rule: str = "adam", /, **train: Any
+) -> Config:
     """Return a float64 configuration with the settings that all comparisons share."""
     sections = {"model": model, "parallel": parallel, "data": DOCUMENTS[documents]}
-    return Config.model_validate({**sections, "train": TRAIN | train, "optimizer": OPTIMIZER})
+    return Config.model_validate({**sections, "train": TRAIN | train, "optimizer": {**OPTIMIZER, "optimizer": rule}})
 
 
 def small_batches(name: str, parallel: Mapping[str, Any], num_ranks: int, batches: Sequence[int], least: int) -> Config:
@@ -421,10 +423,17 @@ def updated_values(state: TrainState) -> Tensor:
 
 
 @cache
-def reference(name: str, num_layers: int, batch: int, num_steps: int = NUM_STEPS, documents: str = "one") -> StepTrace:
+def reference(
+    name: str,
+    num_layers: int,
+    batch: int,
+    num_steps: int = NUM_STEPS,
+    documents: str = "one",
+    rule: str = "adam",
+) -> StepTrace:
     """Return the trace of one process that computes the global batch in one microbatch."""
     model = {**{**MODELS, **LATENT_MODELS}[name], "num_layers": num_layers}
-    config = configure(model, {}, documents, micro_batch_size=batch, global_batch_size=batch)
+    config = configure(model, {}, documents, rule, micro_batch_size=batch, global_batch_size=batch)
     values = run_trace(0, 1, config, num_steps)
     assert values is not None, "one process is rank 0"
     return values
@@ -435,7 +444,8 @@ def wrong(cases: Sequence[tuple[str, Config]], traces: Sequence[StepTrace], num_
     lines = []
     for (name, config), got in zip(cases, traces, strict=True):
         documents = next(each for each, keys in DOCUMENTS.items() if keys == given_documents(config))
-        expected = reference(name, config.model.num_layers, config.train.global_batch_size, num_steps, documents)
+        size = config.model.num_layers, config.train.global_batch_size
+        expected = reference(name, *size, num_steps, documents, config.optimizer.optimizer)
         lines += [f"{describe(config)}: {line}" for line in list(differences(expected, got, TOLERANCE))[:3]]
     return "\n".join(lines)
 
@@ -451,7 +461,8 @@ def describe(config: Config) -> str:
     given = config.parallel.model_dump(exclude_defaults=True, exclude={*tensor})
     mode = " ".join(str(getattr(config.parallel, key)) for key in tensor)
     packed = ", ".join(given_documents(config))
-    return f"{mode} {given or ''} {packed} micro-batch {config.train.micro_batch_size}"
+    others = f"{config.optimizer.optimizer} micro-batch {config.train.micro_batch_size}"
+    return f"{mode} {given or ''} {packed} {others}"
 
 
 def divisions(where: Sequence[int], num_layers: int, choose: random.Random) -> dict[str, list[int] | None]:

@@ -5,7 +5,7 @@ ranks, packed documents, ZeRO stage, HSDP replicas, activation recomputation, ov
 batch, model, folding of experts, dispatcher.  Modes and schedules come from the registries, so that a new one is
 covered as soon as it is registered.  A folding is a class, of which a row has one at random.  Rows that cover every
 pair of what keeps state between steps train two steps, between which a non-finite gradient skips an update on all
-ranks; the others train one.
+ranks, half of them with Muon and a quarter with Lion; the others train one.
 """
 
 from __future__ import annotations
@@ -283,7 +283,14 @@ def folding_keys(row: Row, spec: RunSpec) -> dict[str, Any]:
     return keys | ({"moe_token_dispatcher_type": row["dispatcher"]} if row["dispatcher"] else {})
 
 
-def build(row: Row, folder: Path) -> Case:
+def rule_of(place: int) -> str:
+    """Return the update rule of a row: of two steps, half of the rows have the one that exchanges matrices."""
+    return (
+        ("adam", "muon", "lion", "muon")[sorted(TWO_STEP_ROWS).index(place) % 4] if place in TWO_STEP_ROWS else "adam"
+    )
+
+
+def build(row: Row, folder: Path, rule: str = "adam") -> Case:
     """Return the configuration of a row; write the file of its schedule, if it has one, to `folder`."""
     choose = random.Random(str(row))
     ranks, (schedule, virtual) = row["pipeline ranks"], row["schedule"]
@@ -305,7 +312,7 @@ def build(row: Row, folder: Path) -> Case:
         where = RunSpec(configure(model, parallel, **train), ranks * num_inner).stage_owners
         parallel["pipeline_model_parallel_layout"] = divisions(where, DEPTHS[ranks], choose)[row["layers"]]
     parallel |= folding_keys(row, RunSpec(configure(model, parallel, **train), ranks * num_inner, VOCAB_SIZE))
-    return Case(row["model"], configure(model, parallel, row["documents"], **train), ranks * num_inner)
+    return Case(row["model"], configure(model, parallel, row["documents"], rule, **train), ranks * num_inner)
 
 
 def name_of(place: int) -> str:
@@ -319,7 +326,7 @@ def name_of(place: int) -> str:
 
 def problems(place: int, folder: Path, run: Callable[..., list[Any]]) -> str:
     """Return what is wrong with a row; `run(fn, num_ranks, *args)` returns the results of all ranks."""
-    model, config, num_ranks = build(ROWS[place], folder)
+    model, config, num_ranks = build(ROWS[place], folder, rule_of(place))
     if place not in TWO_STEP_ROWS:
         return wrong([(model, config)], [run(run_trace, num_ranks, config, 1)[0]], num_steps=1)
     ranks = run(run_trace_and_skip, num_ranks, config)

@@ -8,13 +8,33 @@ from typing import NamedTuple
 
 from megatron3d.forecast.memory.step_spec import StepSpec
 from megatron3d.model.param_spec import stage_specs
+from megatron3d.optim.rule_spec import UpdateRule
 from megatron3d.parallel.layout import ParamSpec, shard_numel
-from megatron3d.parallel.mesh import PIPELINE, Axes
+from megatron3d.parallel.mesh import PIPELINE, Axes, Mesh
+
+
+class Param(NamedTuple):
+    """A parameter of a rank: its elements there, and the rule that updates it."""
+
+    path: str
+    size: int
+    spec: ParamSpec
+    rule: UpdateRule
 
 
 class FlatBufferSize(NamedTuple):
-    """Flat buffer of a rank: elements, axes that reduce its gradients, pipeline ranks that hold it, FSDP unit, the
-    axes that ZeRO shards it over with their number of ranks, and the gradients of a microbatch to each parameter."""
+    """Flat buffer of a rank.
+
+    Attributes:
+        size: elements of its parameters.
+        reduce_axes: axes that reduce its gradients.
+        holders: pipeline ranks that hold it.
+        block: its FSDP unit.
+        zero_axes: axes that ZeRO shards it over, of `num_shards` ranks.
+        uses: gradients of a microbatch to each parameter.
+        updated: elements by update rule, in the order in which it holds them.
+        matrices: parameters whose rule needs whole matrices.
+    """
 
     size: int
     reduce_axes: Axes
@@ -23,11 +43,23 @@ class FlatBufferSize(NamedTuple):
     zero_axes: Axes
     num_shards: int
     uses: Mapping[str, int]
+    updated: Mapping[str, int]
+    matrices: Mapping[str, ParamSpec]
 
     @property
     def shard(self) -> int:
         """Elements of a rank's shard, padding included."""
         return shard_numel(self.size, self.num_shards)
+
+    def held(self, mesh: Mesh) -> dict[str, int]:
+        """Return the elements of a rank's shard by update rule; padding belongs to the last one."""
+        low = mesh.index(self.zero_axes) * self.shard
+        found, start = dict[str, int](), 0
+        for number, (rule, size) in enumerate(self.updated.items(), 1):
+            stop = start + size if number < len(self.updated) else self.shard * self.num_shards
+            found[rule] = max(min(stop, low + self.shard) - max(start, low), 0)
+            start = stop
+        return found
 
 
 def flat_buffer_sizes(step: StepSpec) -> list[FlatBufferSize]:
@@ -36,7 +68,7 @@ def flat_buffer_sizes(step: StepSpec) -> list[FlatBufferSize]:
     mesh, is_by_block = step.local.mesh, step.shards(3)
     others = tuple(axis for axis in mesh.names if axis != PIPELINE)
     least = math.inf if is_by_block else step.bucket_bytes / step.local.wide
-    groups: dict[tuple[Axes, int, tuple[int, ...], int, str, Axes], list[tuple[str, int, int]]] = {}
+    groups: dict[tuple[Axes, int, tuple[int, ...], int, str, Axes], list[Param]] = {}
     alike: dict[object, tuple[Axes, int, Axes, int]] = {}  # most layers differ in names alone
     for path, stage, spec in held_params(step):
         kind = spec.layout, spec.part_axes, spec.token_axes, tuple(part.padded_shape for part in spec.parts)
@@ -45,31 +77,37 @@ def flat_buffer_sizes(step: StepSpec) -> list[FlatBufferSize]:
             alike[kind] = spec.reduce_axes(mesh), spec.num_copies(mesh, others), shared, size
         reduced, copies, shared, size = alike[kind]
         key = reduced, copies, spec.holders, stage, unit_of(path) if is_by_block else "", shared
-        groups.setdefault(key, []).append((path, size, spec.uses))
+        groups.setdefault(key, []).append(Param(path, size, spec, step.rule.of(path, spec)))
     return [
         FlatBufferSize(
-            sum(size for _, size, _ in run),
+            sum(each.size for each in run),
             key[0],
             key[2],
             key[4],
             key[5],
             mesh.size(key[5]),
-            {path: uses for path, _, uses in run},
+            {each.path: each.spec.uses for each in run},
+            {
+                rule.name: sum(each.size for each in run if each.rule is rule)
+                for rule in step.rule.all
+                if any(each.rule is rule for each in run)
+            },
+            {each.path: each.spec for each in run if each.rule.needs_matrices},
         )
         for key, params in groups.items()
         for run in _merge_small(params, least)
     ]
 
 
-def _merge_small(params: Sequence[tuple[str, int, int]], least: float) -> list[list[tuple[str, int, int]]]:
+def _merge_small(params: Sequence[Param], least: float) -> list[list[Param]]:
     """Return runs of neighbours with at least `least` elements, merged from the end, where backward starts."""
-    runs, held = [list[tuple[str, int, int]]()], 0
+    runs, held = [list[Param]()], 0
     for each in reversed(params):
         if held >= least:
             runs.append([])
             held = 0
         runs[-1].append(each)
-        held += each[1]
+        held += each.size
     return runs
 
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from itertools import accumulate
 from operator import itemgetter
 
@@ -195,6 +196,12 @@ class MemoryOfRank:
         computations = self._step.pipeline.schedule[self._step.coord]
         return self._with(max(_held_over_time(self._step, computations)), 0, {}).total
 
+    @cached_property
+    def _optimizer(self) -> int:
+        bytes_of = {rule.name: self._step.state_bytes(rule) for rule in self._step.rule.all}
+        shards = (flat.held(self._step.local.mesh) for flat in self._flats)
+        return sum(numel * bytes_of[name] for held in shards for name, numel in held.items())
+
     def _with(self, activations: int, shards: int, peaks: Mapping[str, int]) -> RankMemory:
         """Return the memory with these bytes of activations, residual shards in transfer and peaks."""
         step, local = self._step, self._step.local
@@ -206,7 +213,7 @@ class MemoryOfRank:
             weights=between_steps * local.itemsize,
             main_weights=mine * local.wide if is_narrow else 0,
             gradients=(mine if step.shards(2) else whole) * local.wide,
-            optimizer=mine * sum(step.state_itemsizes),
+            optimizer=self._optimizer,
             activations=activations,
             buffers=shards + sum(buffers(step).values()),
             transient_peaks=peaks,
@@ -236,10 +243,12 @@ def snapshot_bytes(step: StepSpec) -> int:
     mesh = step.local.mesh
     others = tuple(axis for axis in mesh.names if axis != PIPELINE)
     written = sum(
-        math.prod(spec.local_shape(mesh)) / (spec.num_copies(mesh, others) * len(spec.holders))
-        for _, _, spec in held_params(step)
+        math.prod(spec.local_shape(mesh))
+        / (spec.num_copies(mesh, others) * len(spec.holders))
+        * (step.local.wide + step.state_bytes(step.rule.of(path, spec)))
+        for path, _, spec in held_params(step)
     )
-    return round(written) * (step.local.wide + sum(step.state_itemsizes))
+    return round(written)
 
 
 # A pipeline rank waits for the gradients of its first microbatch when it has launched the forwards of all in flight.

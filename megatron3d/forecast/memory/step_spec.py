@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megatron3d.config.run_spec import RunSpec
-from megatron3d.config.schema import ITEMSIZES
+from megatron3d.config.schema import ITEMSIZES, OptimizerConfig
 from megatron3d.model.expert_operations import expected_load
 from megatron3d.model.local_sizes import KERNELS, KernelMemory, LocalSizes
 from megatron3d.model.stage_plan import Stage
@@ -22,7 +22,8 @@ class StepSpec:
 
     Attributes:
         schedule: name of the pipeline schedule.
-        rule: update rule of the optimizer; `state_itemsizes` are the bytes of an element of its state tensors.
+        rule: update rule of the optimizer.
+        optimizer: its configuration.
         reduce_itemsize: bytes of a gradient element in the data-parallel reduction.
         zero_stage: what the data axis shards: 0 nothing, 1 optimizer state and master weights, 2 also gradients, 3 also
             weights.
@@ -33,7 +34,7 @@ class StepSpec:
     pipeline: Pipeline
     schedule: str
     rule: UpdateRule
-    state_itemsizes: tuple[int, ...]
+    optimizer: OptimizerConfig
     bucket_bytes: float
     zero_stage: int = 0
     reduce_itemsize: int = 4
@@ -78,6 +79,10 @@ class StepSpec:
     def actions(self) -> tuple[Action, ...]:
         """Actions that this rank executes, communication included."""
         return lower(self.pipeline.schedule)[self.coord]
+
+    def state_bytes(self, rule: UpdateRule) -> int:
+        """Return the bytes of optimizer state for an element that a rule updates."""
+        return sum(rule.state_itemsizes(self.optimizer, self.local.wide))
 
     @property
     def zero_axes(self) -> Axes:
@@ -137,7 +142,7 @@ def make_step_spec(spec: RunSpec, kernels: KernelMemory = KERNELS["cpu"]) -> Ste
         spec.pipeline,
         config.parallel.pipeline_schedule,
         rule,
-        rule.state_itemsizes(config.optimizer, local.wide),
+        config.optimizer,
         bucket_bytes=spec.bucket_bytes(kernels.on_gpu),
         zero_stage=config.parallel.zero_stage,
         reduce_itemsize=2 if config.train.grad_reduce_in_bf16 else local.wide,

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from megatron3d.forecast.memory.activations import input_bytes, linear_operands, modules_of, total_bytes
 from megatron3d.forecast.memory.flat_buffers import FlatBufferSize, unit_of
+from megatron3d.forecast.memory.homes import home_bytes
 from megatron3d.forecast.memory.sharded_state import FsdpUnitSize, GradientBuffer, ShardedState
 from megatron3d.forecast.memory.step_spec import StepSpec
 from megatron3d.model.local_sizes import LocalSizes
@@ -26,6 +27,7 @@ from megatron3d.model.operation import Operation, kept_by
 from megatron3d.model.operations import ahead_operations, embedding_operations, head_operations, layer_operations
 from megatron3d.model.spec import MLP_ACT, MOE_ACT
 from megatron3d.model.stage_plan import Stage
+from megatron3d.optim.rule_spec import UpdateRule
 from megatron3d.parallel.mesh import DATA
 from megatron3d.pipeline.actions import COMPUTATIONS, RECEIVES, SENDS, Action, ActionKind, stage_to_rank
 
@@ -521,11 +523,15 @@ def _offloaded_bytes(part: StagePart) -> int:
 
 
 def update_bytes(step: StepSpec, flats: Sequence[FlatBufferSize]) -> int:
-    """Return the bytes of the update's pieces, where its state is narrower than the weights."""
-    if min(step.state_itemsizes, default=step.local.wide) >= step.local.wide:
-        return 0
-    largest = max((min(flat.shard, step.local.kernels.update_piece) for flat in flats), default=0)
-    return step.rule.chunk_bytes * largest
+    """Return the bytes that the update allocates: pieces that it computes, and matrices on their way home."""
+    return max(max(_pieces_bytes(step, rule, flats) for rule in step.rule.all), home_bytes(step, flats))
+
+
+def _pieces_bytes(step: StepSpec, rule: UpdateRule, flats: Sequence[FlatBufferSize]) -> int:
+    narrow = min(rule.state_itemsizes(step.optimizer, step.local.wide)) < step.local.wide
+    numbers = rule.piece_numbers_narrow if narrow else rule.piece_numbers
+    mine = (flat.held(step.local.mesh).get(rule.name, 0) for flat in flats) if numbers else ()
+    return numbers * step.local.wide * min(max(mine, default=0), step.local.kernels.update_piece)
 
 
 def residual_shards(step: StepSpec) -> list[int]:

@@ -210,7 +210,7 @@ def least_state_bytes(problem: PlanningProblem) -> float:
     """Return the bytes of weights, gradients and optimizer of the whole model, of which no rank holds a copy."""
     step = make_step_spec(problem.spec(LayoutChoice(_alone()).apply_to(problem.config)), KERNELS["gpu"])
     params = num_parameters(step.local.arch)
-    return float(params * (2 * step.local.wide + sum(step.state_itemsizes)))
+    return float(params * (2 * step.local.wide + min(map(step.state_bytes, step.rule.all))))
 
 
 def worth_showing(plans: Sequence[PredictedLayout]) -> list[PredictedLayout]:

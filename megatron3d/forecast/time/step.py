@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron3d.config.run_spec import RunSpec
-from megatron3d.config.schema import ITEMSIZES
+from megatron3d.config.schema import ITEMSIZES, OptimizerConfig
 from megatron3d.forecast.memory.step_spec import local_sizes
 from megatron3d.forecast.time.breakdown import HOST, TimeBreakdown, TimePrediction, combine, exposed_time
 from megatron3d.forecast.time.data_axis import (
@@ -40,12 +40,12 @@ from megatron3d.forecast.time.layer import (
     times_of,
 )
 from megatron3d.forecast.time.practices import GRADIENTS, OURS, STAGES, WEIGHTS, ExecutionProfile
+from megatron3d.forecast.time.update import update_s
 from megatron3d.model.local_sizes import KERNELS, LocalSizes
 from megatron3d.model.operations import ahead_operations, embedding_operations, head_operations
 from megatron3d.model.spec import NO_RECOMPUTE
 from megatron3d.model.stage_plan import Stage
 from megatron3d.ops.plan import WHOLE_LOSS
-from megatron3d.optim.rule_spec import UpdateRule, rule_of
 from megatron3d.parallel.matmul_plan import crossing
 from megatron3d.parallel.mesh import PIPELINE, Mesh
 from megatron3d.pipeline.actions import ActionKind, Schedule
@@ -112,7 +112,7 @@ class SimulatedStep:
     zero_stage: int
     bucket_bytes: float
     machine: Machine
-    rule: UpdateRule
+    optimizer: OptimizerConfig
     shorter: Schedule | None = None
 
     @cached_property
@@ -150,7 +150,7 @@ def simulated_step(spec: RunSpec, machine: Machine) -> SimulatedStep:
         spec.config.parallel.zero_stage,
         spec.bucket_bytes(machine.on_gpu),
         machine,
-        rule_of(spec.config.optimizer),
+        spec.config.optimizer,
         shorter.schedule if shorter else None,
     )
 
@@ -312,5 +312,5 @@ def exposed_data_axis(
 def _optimizer_s(step: SimulatedStep, rank: int) -> float:
     ranks = step.mesh.size(step.mesh.zero) if step.zero_stage else 1
     mine = sum(step.param_counts(step.pipeline.on_rank(rank)).values()) / ranks
-    device, moved_bytes = step.machine.device, step.machine.profile.optimizer_bytes + step.rule.moved_bytes
-    return max(device.memory_bound_s(mine * moved_bytes, 8), device.matmul_bound_s(mine * step.rule.flops))
+    num_layers = sum(len(stage.layers) for stage in step.pipeline.on_rank(rank))
+    return update_s(step.local, num_layers, mine, ranks, step.machine, step.optimizer)

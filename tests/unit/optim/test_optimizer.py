@@ -60,7 +60,7 @@ def give_gradients(buffers: Buffers, seed: int) -> Tensor:
 
 def snapshot(buffers: Buffers, optimizer: Optimizer) -> list[Tensor]:
     """Return parameters, moments and number of steps."""
-    moments = [moment for moments in optimizer.state.values() for moment in moments]
+    moments = [shard.values for shard in optimizer.state]
     return [t.clone() for t in (*(view for _, _, view in buffers.shards("main")), *moments, optimizer.num_steps)]
 
 
@@ -128,9 +128,8 @@ def test_restored_moments_and_steps_continue_exactly() -> None:
     _, others, continued = build(config)
     for mine, theirs in zip(others.flat_buffers, buffers.flat_buffers, strict=True):
         mine.main.copy_(theirs.main)
-    for which, moments in optimizer.state.items():
-        for copy, moment in zip(continued.state[which], moments, strict=True):
-            copy.copy_(moment)
+    for copy, moment in zip(continued.state, optimizer.state, strict=True):
+        copy.values.copy_(moment.values)
     continued.set_num_steps(optimizer.num_steps.item())
     optimizer.step(give_gradients(buffers, 2), 0.1)
     continued.step(give_gradients(others, 2), 0.1)
@@ -171,7 +170,8 @@ def test_gradients_are_multiplied_by_the_kernel_of_the_update(
     _, buffers, optimizer = build(OptimizerConfig(clip_grad=clip_grad), loss_scale=scaled_by(precision=precision))
     norm, versions = give_gradients(buffers, 1), [flat.grad._version for flat in buffers.flat_buffers]
     factors = []
-    monkeypatch.setattr(optimizer, "_update", lambda group, *_: factors.append(group.factor))
+    spied = dict.fromkeys(optimizer._updates, lambda group, *_: factors.append(group.factor))
+    monkeypatch.setattr(optimizer, "_updates", spied)
     optimizer.step(norm, 0.1)
     assert [flat.grad._version for flat in buffers.flat_buffers] == versions
     assert len(factors) == 2 and all((factor is not None) == scales for factor in factors)
@@ -195,8 +195,8 @@ def test_the_loss_scale_halves_with_skipped_updates_until_one_is_made() -> None:
 def test_moments_have_the_configured_dtype(dtype: torch.dtype) -> None:
     _, buffers, optimizer = build(OptimizerConfig(exp_avg_dtype="bf16", exp_avg_sq_dtype="fp32"), dtype)
     optimizer.step(give_gradients(buffers, 1), 0.1)
-    dtypes = {which: {moment.dtype for moment in moments} for which, moments in optimizer.state.items()}
-    assert dtypes == {"exp_avg": {torch.bfloat16}, "exp_avg_sq": {torch.float32}}
+    dtypes = {(shard.name, shard.values.dtype) for shard in optimizer.state}
+    assert dtypes == {("exp_avg", torch.bfloat16), ("exp_avg_sq", torch.float32)}
     assert optimizer.num_bytes == sum(6 * flat.main.numel() for flat in buffers.flat_buffers)
 
 
@@ -207,9 +207,9 @@ def test_bf16_moments_equal_the_fused_ones_up_to_rounding() -> None:
     for seed in range(3):
         optimizer.step(give_gradients(wide, seed), 0.01)
         other.step(give_gradients(narrow, seed), 0.01)
-    for which, moments in optimizer.state.items():
-        for a, b in zip(other.state[which], moments, strict=True):
-            torch.testing.assert_close(a.double(), b, rtol=3 * 2**-7, atol=3 * 2**-7 * b.abs().max().item())
+    for one, two in zip(other.state, optimizer.state, strict=True):
+        a, b = one.values, two.values
+        torch.testing.assert_close(a.double(), b, rtol=3 * 2**-7, atol=3 * 2**-7 * b.abs().max().item())
     for mine, theirs in zip(narrow.flat_buffers, wide.flat_buffers, strict=True):
         torch.testing.assert_close(mine.main, theirs.main, rtol=0, atol=3 * 0.01 * 2**-5)
 

@@ -1,7 +1,7 @@
 """Fact: a rule that is declared is stored, resharded, counted and predicted, without a change to what does so.
 
 The rules here are registered by the tests: the sign of the momentum (Bernstein et al. 2018, arXiv:1802.04434) with one
-state tensor, and one that normalizes whole matrices.
+state tensor, and one that divides whole matrices by their spectral norm, on their home ranks.
 """
 
 from __future__ import annotations
@@ -20,25 +20,24 @@ from megatron3d.config.schema import Config, OptimizerConfig
 from megatron3d.errors import UserError
 from megatron3d.forecast.memory.rank import predict_memory
 from megatron3d.forecast.time.step import load_machine, predict_time
-from megatron3d.model.params import part_views
+from megatron3d.model.params import normal_box, part_views
 from megatron3d.optim import optimizer as optimizers
 from megatron3d.optim import rule_spec
 from megatron3d.optim.adamw import ParamGroup, Update
-from megatron3d.optim.rule_spec import GroupSpec, StateTensor, UpdateRule
-from megatron3d.runtime.process import fake_world
+from megatron3d.optim.homes import MatrixExchange, Round
+from megatron3d.optim.rule_spec import StateTensor, UpdateRule, is_hidden_matrix
 from megatron3d.train.checkpointing import load_state
 from megatron3d.train.state import TrainState, build_state
-from megatron3d.train.state import connect as connect_processes
 from megatron3d.train.step import StepSettings, train_step
 from megatron3d.verify.dry_run import microbatches, run_rank
 from tests.support.checkpoints import save_state
 from tests.support.tiny_run import stored
 from tests.support.turn_ranks import connect, run_turns
 
-VOCAB_SIZE, NUM_RANKS = 61, 4
+VOCAB_SIZE, NUM_RANKS, F32 = 61, 4, torch.float32
 SIGN = UpdateRule("sign", (StateTensor("momentum"),), moved_bytes=20, flops=7)
 NARROW = replace(SIGN, name="narrow", states=(StateTensor("momentum", "exp_avg_dtype"),))
-SPECTRAL = replace(SIGN, name="spectral", is_elementwise=False)
+SPECTRAL = replace(SIGN, name="spectral", takes=is_hidden_matrix, others=SIGN, needs_matrices=True)
 MODEL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 8}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one rank": {},
@@ -54,27 +53,30 @@ def sign_update(group: ParamGroup, config: OptimizerConfig, lr: float, num_steps
         w.copy_(torch.where(skipped != 0, w, w * (1 - lr * group.weight_decay) - lr * m.sign()))
 
 
-def spectral_update(group: ParamGroup, config: OptimizerConfig, lr: float, num_steps: Tensor, skipped: Tensor) -> None:
-    for w, g in zip(group.mains, group.grads, strict=True):
-        w.sub_(lr * g / (torch.linalg.matrix_norm(g, 2) if g.dim() == 2 else 1.0))
+def spectral_update(exchange: MatrixExchange) -> Update:
+    def update(group: ParamGroup, config: OptimizerConfig, lr: float, num_steps: Tensor, skipped: Tensor) -> None:
+        def sources(round_: Round) -> dict[int, Tensor]:
+            return {shard: group.grads[shard].clone() for shard in round_.shards}
 
+        for shard, result in exchange.map(sources, lambda x: x / torch.linalg.matrix_norm(x, 2, keepdim=True), F32):
+            group.mains[shard].sub_(lr * result)
 
-UPDATES: dict[str, Update] = {"sign": sign_update, "narrow": sign_update, "spectral": spectral_update}
+    return update
 
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Register the rules, and updates without a choice of kernels."""
 
-    def register(rule: UpdateRule, update: Update) -> None:
-        def choose(config: OptimizerConfig, mains: Sequence[Tensor], states: Sequence[Tensor]) -> Update:
-            return update
-
-        monkeypatch.setitem(cast(dict[str, Any], rule_spec.RULES), rule.name, rule)
-        monkeypatch.setitem(cast(dict[str, Any], optimizers.UPDATES), rule.name, choose)
+    def choose(config: OptimizerConfig, mains: Sequence[Tensor], states: Sequence[Tensor]) -> Update:
+        return sign_update
 
     for rule in (SIGN, NARROW, SPECTRAL):
-        register(rule, UPDATES[rule.name])
+        monkeypatch.setitem(cast(dict[str, Any], rule_spec.RULES), rule.name, rule)
+        monkeypatch.setitem(cast(dict[str, Any], optimizers.UPDATES), rule.name, choose)
+    monkeypatch.setitem(cast(dict[str, Any], optimizers.MATRIX_UPDATES), "spectral", spectral_update)
+    needing = property(lambda self: rule_spec.RULES[self.optimizer].needs_matrices)
+    monkeypatch.setattr(OptimizerConfig, "needs_matrices", needing)
 
 
 def configure(layout: str, rule: str, **optimizer: Any) -> Config:
@@ -168,39 +170,58 @@ def test_the_predicted_update_takes_what_its_bytes_or_its_flops_take(monkeypatch
     assert 0 < update_s("sign") < update_s("moves") < update_s("computes")
 
 
-def test_groups_are_chosen_by_name_and_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weight decay is all that changes weights whose gradient is zero."""
-    groups = (
-        GroupSpec(False, lambda path, spec: path.startswith("embedding.")),
-        GroupSpec(True, lambda path, spec: len(spec.layout) == 2),
-        GroupSpec(False, lambda path, spec: True),
-    )
-    monkeypatch.setitem(cast(dict[str, Any], rule_spec.RULES), "sign", replace(SIGN, groups=groups))
+def test_parameters_are_chosen_by_name_and_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others go to another rule, with its own state; weight decay is all that changes weights whose gradient is 0."""
+    wide = replace(SIGN, name="wide", states=(StateTensor("wide"),))
+    chosen = replace(SIGN, takes=lambda path, spec: path.startswith("embedding."), others=wide)
+    for rule in (wide, chosen):
+        monkeypatch.setitem(cast(dict[str, Any], rule_spec.RULES), rule.name, rule)
+        monkeypatch.setitem(cast(dict[str, Any], optimizers.UPDATES), rule.name, optimizers.UPDATES["sign"])
     state = build(configure("one rank", "sign", weight_decay=0.5))
     for _, _, values in state.buffers.shards("main"):
         values.fill_(1.0)
     state.optimizer.step(torch.tensor(1.0), 0.1)
-    decayed = {name: values[0].item() != 1 for name, _, values in state.buffers.shards("main")}
-    wide = {name for name, spec in state.buffers.specs.items() if len(spec.layout) == 2}
-    assert {name for name, changed in decayed.items() if changed} == {n for n in wide if not n.startswith("embedding.")}
+    decayed = {name for name, _, values in state.buffers.shards("main") if values[0].item() != 1}
+    assert decayed == {name for name, spec in state.buffers.specs.items() if spec.decay} != set(state.buffers.specs)
+    held = {"momentum": 0, "wide": 0}
+    for shard in state.optimizer.state:
+        held[shard.name] += len(shard.values)
+    sizes = {name: len(values) for name, _, values in state.buffers.shards("main")}
+    assert held["momentum"] == sum(size for name, size in sizes.items() if name.startswith("embedding."))
+    assert sum(held.values()) == sum(flat.numel for flat in state.buffers.flat_buffers)
 
 
-def test_a_rule_on_matrices_sees_every_logical_tensor_as_a_whole() -> None:
-    """Queries, keys and values of one fused parameter are three matrices, each normalized alone."""
-    state = build(configure("one rank", "spectral", clip_grad=0.0))
-    buffers = state.buffers
+def spectral_step(rank: int, world_size: int, config: Config) -> dict[str, float]:
+    """Return the spectral norm of each matrix after a step from zero, and check that others followed their sign."""
+    state = build(config, rank, world_size)
+    buffers, mesh = state.buffers, state.model.comm.mesh
+    buffers.settle()
     for _, _, values in buffers.shards("main"):
         values.zero_()
-    for number, (_, _, values) in enumerate(buffers.shards("grad")):
-        values.copy_(torch.randn(values.shape, generator=torch.Generator().manual_seed(number)))
+    for name, start, values in buffers.shards("grad"):
+        for part, box, view in part_views(buffers.specs[name], values, mesh, start):
+            view.copy_(normal_box(1, part.name, part.shape, box))
     state.optimizer.step(torch.tensor(1.0), 1.0)
-    num_matrices = 0
-    for name, _, values in buffers.shards("main"):
-        for _, _, view in part_views(buffers.specs[name], values, state.model.comm.mesh):
-            if view.dim() == 2:
-                num_matrices += 1
-                assert torch.linalg.matrix_norm(view, 2).item() == pytest.approx(1, abs=1e-4)
-    assert num_matrices > sum(len(spec.layout) == 2 for spec in buffers.specs.values())
+    buffers.settle()
+    whole = {}
+    for name, spec in buffers.specs.items():
+        for part, box, view in part_views(spec, state.model.get_parameter(name), mesh):
+            if is_hidden_matrix(name, spec):
+                share = torch.zeros(part.shape)
+                share[tuple(slice(*edges) for edges in box)] = view / spec.num_copies(mesh, mesh.names)
+                whole[part.name] = share
+            else:
+                assert view.abs().unique().tolist() == [1.0], name
+    pending = [(name, state.model.comm.all_reduce(share, mesh.names)) for name, share in whole.items()]
+    return {name: torch.linalg.matrix_norm(each.wait(), 2).item() for name, each in pending}
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name not in ("pipeline", "ZeRO 3")])
+def test_a_rule_on_matrices_sees_every_logical_matrix_as_a_whole(layout: str) -> None:
+    """Queries, keys and values of one fused parameter are three matrices, each normalized alone, in any layout."""
+    num_ranks = 1 if layout == "one rank" else NUM_RANKS
+    for norms in run_turns(spectral_step, num_ranks, configure(layout, "spectral", clip_grad=0.0)):
+        assert list(norms.values()) == pytest.approx(2 * 6 * [1.0], abs=1e-4)
 
 
 def test_a_rule_that_knows_nothing_of_clipping_is_given_clipped_gradients() -> None:
@@ -210,12 +231,3 @@ def test_a_rule_that_knows_nothing_of_clipping_is_given_clipped_gradients() -> N
     state.optimizer.step(torch.tensor(2.0), 1.0)
     for _, _, values in state.buffers.shards("grad"):
         torch.testing.assert_close(values, torch.ones_like(values), rtol=1e-5, atol=0)
-
-
-@pytest.mark.parametrize("layout", ["ZeRO 1", "ZeRO 3"])
-def test_a_rule_on_matrices_refuses_a_layout_that_shards_them(layout: str) -> None:
-    message = r"^optimizer\.optimizer=spectral: it updates whole tensors, but .* is sharded over .*data"
-    with pytest.raises(UserError, match=message):
-        spec = RunSpec(configure(layout, "spectral"), NUM_RANKS, VOCAB_SIZE)
-        with fake_world(0, NUM_RANKS):
-            build_state(spec, connect_processes(spec), torch.device("cpu"))

@@ -88,7 +88,7 @@ def states(state: TrainState) -> dict[str, list[Tensor]]:
         "weights": [t for flat in flats for t in (flat.params, flat.main) if t.dtype == flat.params.dtype],
         "main weights": [flat.main for flat in flats if flat.main.dtype != flat.params.dtype],
         "gradients": [flat.grad for flat in flats],
-        "optimizer": [tensor for tensors in state.optimizer.state.values() for tensor in tensors],
+        "optimizer": [shard.values for shard in state.optimizer.state],
     }
 
 

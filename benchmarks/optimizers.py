@@ -1,0 +1,159 @@
+"""Time and bytes of the optimizer's step: Muon with home ranks against every rank computing all, AdamW against torch's.
+
+python benchmarks/optimizers.py [--sizes 30M 300M] [--ranks 1 2 4] [--output benchmarks/results/optimizers.json]
+
+The same processes, one thread each, run all contestants interleaved; the time of a step is that of the slowest rank.
+"alone" is Muon on one rank, which is what each rank would do if it computed all matrices itself.  Where there are fewer
+cores than ranks, CPU time says what the ranks would take side by side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from common.report import Row, Turns, interleaved, milliseconds, show, write
+from common.shapes import CPU, LR, SIZES, Size
+from tensor_parallel import slowest_rank
+from torch import Tensor
+from torch.multiprocessing.spawn import spawn
+
+from megatron3d.comm.recording import Recorder
+from megatron3d.config.run_spec import RunSpec
+from megatron3d.train.state import build_state, connect
+
+ALONE, TORCH = "muon alone", "torch.optim.AdamW, fused"
+BASELINES = {"muon": ALONE, "adam": TORCH}
+
+
+class Ours:
+    """A step of our optimizer, with the bytes that this rank sent in the last one."""
+
+    def __init__(self, size: Size, rule: str, num_ranks: int, rank: int, zero_stage: int) -> None:
+        config = size.config("fp32", {"zero_stage": zero_stage})
+        optimizer = config.optimizer.model_copy(update={"optimizer": rule})
+        batch = config.train.model_copy(update={"global_batch_size": num_ranks * config.train.micro_batch_size})
+        config = config.model_copy(update={"optimizer": optimizer, "train": batch})
+        spec = RunSpec(config, num_ranks, size.vocab_size, rank)
+        self._recorder = Recorder(connect(spec))
+        self._state = build_state(spec, self._recorder, CPU)
+        self._state.buffers.settle()
+        generator = torch.Generator().manual_seed(rank)
+        for _, _, values in self._state.buffers.shards("grad"):
+            values.normal_(generator=generator)
+        self._norm = torch.tensor(1.0)
+
+    def __call__(self) -> None:
+        self._recorder.calls.clear()
+        self._state.optimizer.step(self._norm, LR)
+        self._state.buffers.settle()
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes of the last step's collectives."""
+        return sum(call.wire_bytes for call in self._recorder.calls)
+
+
+class Torchs:
+    """A step of torch's fused AdamW on this rank's share of equally many parameters."""
+
+    sent_bytes = 0.0
+
+    def __init__(self, size: Size) -> None:
+        numel = sum(values.numel() for _, _, values in Ours(size, "adam", 1, 0, 0)._state.buffers.shards("main"))
+        param = torch.nn.Parameter(torch.randn(numel))
+        param.grad = torch.randn(numel)
+        self._optimizer = torch.optim.AdamW([param], lr=LR, fused=True)
+
+    def __call__(self) -> None:
+        self._optimizer.step()
+
+
+def measure(size_name: str, options: argparse.Namespace) -> list[Row]:
+    """Return a row per contestant, the same on all ranks."""
+    num_ranks, rank, size = dist.get_world_size(), dist.get_rank(), SIZES[size_name]
+    builds: dict[str, Callable[[], Ours | Torchs]] = {
+        f"{rule}, ZeRO {stage}": partial(Ours, size, rule, num_ranks, rank, stage)
+        for rule in ("muon", "adam")
+        for stage in (0, 1)[:num_ranks]
+    }
+    if num_ranks > 1:
+        builds[ALONE] = partial(Ours, size, "muon", 1, 0, 0)
+    builds[TORCH] = partial(Torchs, size)
+    steps = {name: build() for name, build in builds.items()}
+    turns = slowest_rank(interleaved(steps, options.rounds, options.warmup, dist.barrier))
+    rows: list[Row] = []
+    for name, step in steps.items():
+        baseline = BASELINES[name.partition(",")[0].partition(" ")[0]] if isinstance(step, Ours) else TORCH
+        row = {"ranks": num_ranks, "size": size_name, "contestant": name, **milliseconds(turns[name])}
+        row |= {"baseline": baseline, "cpu_times_faster": cpu_times_faster(turns, name, baseline)}
+        rows.append(row | {"sent_mb": mean_over_ranks(step.sent_bytes) / 1e6})
+    return rows
+
+
+def cpu_times_faster(turns: Turns, ours: str, baseline: str) -> float:
+    """Return the median of the baseline's CPU time over ours; 1 where it is not measured."""
+    if baseline not in turns:
+        return 1.0
+    return statistics.median(p.cpu_s / o.cpu_s for p, o in zip(turns[baseline], turns[ours], strict=True))
+
+
+def mean_over_ranks(value: float) -> float:
+    """Return the mean of the ranks' values."""
+    total: Tensor = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size()
+
+
+def run_rank(rank: int, num_ranks: int, folder: str, options: argparse.Namespace) -> None:
+    """Measure all sizes on one of the ranks; rank 0 prints, and writes its rows to the folder."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store{num_ranks}", rank=rank, world_size=num_ranks)
+    rows: list[Row] = []
+    for name in options.sizes:
+        found = measure(name, options)
+        if rank == 0:
+            show(f"{name}, fp32, {num_ranks} ranks of 1 thread over gloo", found)
+        rows += found
+    if rank == 0:
+        Path(folder, f"rows{num_ranks}.json").write_text(json.dumps(rows))
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Start the ranks, once for each number of them."""
+    options = arguments()
+    rows: Sequence[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for num_ranks in options.ranks:
+            spawn(run_rank, (num_ranks, folder, options), nprocs=num_ranks)
+            rows = [*rows, *json.loads(Path(folder, f"rows{num_ranks}.json").read_text())]
+    if options.output:
+        sizes = {name: vars(SIZES[name]) for name in options.sizes}
+        write(options.output, rows, rounds=options.rounds, sizes=sizes)
+
+
+def arguments() -> argparse.Namespace:
+    """Parse the options; `--quick` is a round of the tiny size."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["30M"])
+    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4])
+    parser.add_argument("--rounds", type=int, default=5, help="timed steps per contestant; default: %(default)s")
+    parser.add_argument("--warmup", type=int, default=1, help="untimed steps before; default: %(default)s")
+    parser.add_argument("--quick", action="store_true", help="smallest setting, which only shows that it runs")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    options = parser.parse_args()
+    if options.quick:
+        options.sizes, options.ranks, options.rounds = ["tiny"], [2], 1
+    return options
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""Seconds of the optimizer step: of the bytes that it moves, then of whole matrices at their homes.
+
+Their exchange overlaps with computation where there are several rounds of it, which is not counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from typing import NamedTuple
+
+from megatron3d.config.schema import ITEMSIZES, OptimizerConfig
+from megatron3d.forecast.time.layer import Machine
+from megatron3d.model.local_sizes import LocalSizes
+from megatron3d.model.param_spec import param_specs
+from megatron3d.model.spec import Architecture, pattern_length
+from megatron3d.optim.rule_spec import UpdateRule, rule_of
+from megatron3d.parallel.home_plan import home_axes, matrix_numel
+from megatron3d.parallel.matmul_plan import ring
+from megatron3d.parallel.mesh import Mesh
+from megatron3d.parallel.modes.mode import Mode
+
+
+class LayerMatrices(NamedTuple):
+    """Matrices of a mean layer: their elements, those on a rank, FLOPs of their update, and of the longest one."""
+
+    elements: float
+    local: float
+    flops: float
+    longest: float
+
+
+@cache
+def layer_matrices(arch: Architecture, mode: Mode, mesh: Mesh, optimizer: OptimizerConfig) -> LayerMatrices:
+    """Return what an optimizer computes on whole matrices of a layer, the mean of a pattern of layers."""
+    rule, num_layers = rule_of(optimizer), pattern_length(arch)
+    specs = param_specs(replace(arch, num_layers=num_layers), mode)
+    taken = [spec for path, spec in specs.items() if path.startswith("layers.") and rule.of(path, spec).needs_matrices]
+    parts = [part for spec in taken for part in spec.parts]
+    flops = [rule.matrix_flops(part.shape, optimizer) for part in parts]
+    local = sum(math.prod(spec.local_shape(mesh)) for spec in taken)
+    elements, total = sum(map(matrix_numel, parts)) / num_layers, sum(flops) / num_layers
+    return LayerMatrices(elements, local / num_layers, total, max(flops, default=0.0))
+
+
+def update_s(
+    local: LocalSizes, num_layers: int, mine: float, shards: int, machine: Machine, optimizer: OptimizerConfig
+) -> float:
+    """Return the seconds of a rank's update.
+
+    Args:
+        num_layers: layers of its stages.
+        mine: parameters that it updates: all of its own, or its part of as many ZeRO shards.
+    """
+    rule, device, mesh = rule_of(optimizer), machine.device, local.mesh
+    if not rule.needs_matrices or rule.others is None:
+        return _elementwise_s({rule: mine}, machine)
+    matrices = layer_matrices(local.arch, local.mode, mesh, optimizer)
+    of_matrices = num_layers * matrices.local / shards
+    seconds = _elementwise_s({rule: of_matrices, rule.others: mine - of_matrices}, machine)
+    axes, itemsize = home_axes(mesh), ITEMSIZES[optimizer.muon_dtype]
+    at_home = max(num_layers * matrices.flops / mesh.size(axes), matrices.longest) if num_layers else 0.0
+    is_fast = optimizer.muon_dtype == "bf16" or device.itemsize > 4
+    seconds += device.matmul_bound_s(at_home) * (1 if is_fast else device.peak / device.plain_peak)
+    moved = num_layers * matrices.elements / mesh.size(axes), of_matrices
+    return seconds + sum(machine.network.seconds(ring("all_to_all", axes, n * itemsize, mesh), mesh) for n in moved)
+
+
+def _elementwise_s(elements: Mapping[UpdateRule, float], machine: Machine) -> float:
+    moved = sum(count * (machine.profile.optimizer_bytes + each.moved_bytes) for each, count in elements.items())
+    flops = sum(count * each.flops for each, count in elements.items())
+    return max(machine.device.memory_bound_s(moved, 8), machine.device.matmul_bound_s(flops))

@@ -1,0 +1,238 @@
+"""Whole logical matrices for optimizers that need them: each goes to its home rank, and its result comes back.
+
+    rank 0   q rows 0-3 | k rows 0-3         all-to-all        rank 0   q, all rows
+    rank 1   q rows 4-7 | k rows 4-7         -------->         rank 1   k, all rows
+
+State and weights keep the layout of the parameter, so that ZeRO, tensor parallelism and checkpoints know nothing of it.
+Of ranks that hold the same elements, those at the home's coordinates send them; the result goes to all of them.
+
+Flat buffers are taken in rounds, each with one all-to-all there and one back; the next round travels while this one is
+computed.  (As LayerShardedMuon of Megatron-LM, with tensor parallelism and ZeRO alike.)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron3d.comm.interface import Pending
+from megatron3d.model.params import part_views
+from megatron3d.parallel.home_plan import HomeMatrix, HomeRound, home_axes, plan_homes
+from megatron3d.parallel.layout import Box, Shape
+from megatron3d.parallel.mesh import Axes
+from megatron3d.zero import Buffers, FlatBuffer
+
+# A flat buffer, its parameters that are updated, and the elements of this rank's shard that belong to them.
+Shard = tuple[FlatBuffer, Sequence[str], slice]
+# Returns, for shards of a round by their index, what is sent home: tensors of their own.
+Sources = Callable[["Round"], Mapping[int, Tensor]]
+
+
+class _Place(NamedTuple):
+    """A box of a matrix that some rank holds: the index of the matrix in its round, and the box."""
+
+    matrix: int
+    box: Box
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        (top, bottom), (left, right) = self.box
+        return bottom - top, right - left
+
+    @property
+    def numel(self) -> int:
+        rows, columns = self.sides
+        return rows * columns
+
+
+@dataclass(frozen=True)
+class Round:
+    """Matrices that travel and are computed together.
+
+    Attributes:
+        shards: indices of this rank's shards that hold elements of them, or none.
+        params: their parameters, each with the index of its shard, in the order of `mine`.
+        mine: places that this rank holds.
+        sent: indices of `mine` in the order in which they are sent, and `returned` in which they come back.
+        sent_to: elements for each rank, and `returned_from` those that come back from it.
+        here: shape of each matrix whose home this rank is, by its index, and its number among those of this shape.
+        received: places that each rank sends here, and `given` those that go back to it.
+    """
+
+    shards: tuple[int, ...]
+    params: tuple[tuple[int, str], ...]
+    mine: tuple[_Place, ...]
+    sent: tuple[int, ...]
+    returned: tuple[int, ...]
+    sent_to: tuple[int, ...]
+    returned_from: tuple[int, ...]
+    here: Mapping[int, tuple[Shape, int]]
+    received: tuple[tuple[_Place, ...], ...]
+    given: tuple[tuple[_Place, ...], ...]
+
+
+class MatrixExchange:
+    """Moves the logical matrices of some parameters of a stage to their homes and back.
+
+    Args:
+        shards: flat buffers with such parameters, also those of which this rank's shard has no elements of them.
+    """
+
+    def __init__(self, buffers: Buffers, shards: Sequence[Shard]) -> None:
+        self._comm, self._specs, self._shards = buffers.comm, buffers.specs, shards
+        mesh = buffers.comm.mesh
+        self.axes: Axes = home_axes(mesh)
+        self._meshes = [mesh.at(rank) for rank in mesh.ranks(self.axes)]
+        self._me = mesh.index(self.axes)
+        self._dtype = shards[0][0].main_dtype if shards else torch.float32
+        self._device = shards[0][0].main.device if shards else None
+        self._flat_of = {path: flat for flat, paths, _ in shards for path in paths}
+        self._copy_index = cache(self._find_copy_index)
+        params = [{path: self._specs[path] for path in paths} for _, paths, _ in shards]
+        self.rounds = [self._round(each) for each in plan_homes(params, mesh)]
+
+    def map(
+        self, sources: Sources, compute: Callable[[Tensor], Tensor], dtype: torch.dtype
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Apply `compute` to whole matrices; yield the index of each shard with its part of the results.
+
+        Args:
+            sources: what is sent; its tensors are overwritten with the results.
+            compute: takes matrices of one shape whose home this rank is [count, rows, columns], and returns as many.
+            dtype: dtype in which matrices travel and are computed; where the sources are in fp64, that is it.
+        """
+        narrow = self._dtype if self._dtype.itemsize > 4 else dtype
+        there = [self._start(each, sources, narrow) for each in self.rounds[:1]]
+        back: tuple[Round, Mapping[int, Tensor], Pending] | None = None
+        for number, each in enumerate(self.rounds):
+            there += [self._start(after, sources, narrow) for after in self.rounds[number + 1 : number + 2]]
+            held, arriving = there.pop(0)
+            batches = self._assembled(each, arriving.wait())
+            for shape in batches:
+                batches[shape] = compute(batches[shape])
+            returning = each, held, self._return(each, batches, narrow)
+            del held, arriving, batches
+            if back is not None:
+                yield from self._finish(*back)
+            back = returning
+        if back is not None:
+            yield from self._finish(*back)
+
+    def _start(self, round_: Round, sources: Sources, dtype: torch.dtype) -> tuple[Mapping[int, Tensor], Pending]:
+        held = sources(round_)
+        views = self._views(round_, held)
+        sent = self._joined([views[index] for index in round_.sent], dtype)
+        counts = [sum(place.numel for place in places) for places in round_.received]
+        return held, self._comm.all_to_all_rows(sent, round_.sent_to, counts, self.axes)
+
+    def _assembled(self, round_: Round, received: Tensor) -> dict[Shape, Tensor]:
+        """Return the matrices whose home this rank is, by their shape, from the boxes that all ranks sent."""
+        counts = Counter(shape for shape, _ in round_.here.values())
+        batches = {shape: received.new_empty((count, *shape)) for shape, count in counts.items()}
+        places = [place for each in round_.received for place in each]
+        for place, values in zip(places, received.split([place.numel for place in places]), strict=True):
+            _at(round_, batches, place).copy_(values.view(place.sides))
+        return batches
+
+    def _return(self, round_: Round, batches: Mapping[Shape, Tensor], dtype: torch.dtype) -> Pending:
+        sent = self._joined([_at(round_, batches, place) for each in round_.given for place in each], dtype)
+        counts = [sum(place.numel for place in places) for places in round_.given]
+        return self._comm.all_to_all_rows(sent, counts, round_.returned_from, self.axes)
+
+    def _finish(self, round_: Round, held: Mapping[int, Tensor], back: Pending) -> Iterator[tuple[int, Tensor]]:
+        views, received = self._views(round_, held), back.wait()
+        sizes = [round_.mine[index].numel for index in round_.returned]
+        for index, values in zip(round_.returned, received.split(sizes), strict=True):
+            views[index].copy_(values.view(views[index].shape))
+        del views, received
+        yield from held.items()
+
+    def _joined(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """Return the elements of tensors one after another."""
+        out = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=dtype, device=self._device)
+        for part, tensor in zip(out.split([tensor.numel() for tensor in tensors]), tensors, strict=True):
+            part.view(tensor.shape).copy_(tensor)
+        return out
+
+    def _views(self, round_: Round, held: Mapping[int, Tensor]) -> list[Tensor]:
+        """Return the boxes of matrices that tensors of this rank's shards hold, in the order of `mine`."""
+        views = list[Tensor]()
+        for number, path in round_.params:
+            flat, _, where = self._shards[number]
+            first, own = flat.shard_range(path)
+            values = held[number][own.start - where.start : own.stop - where.start]
+            views += [view for _, _, view in part_views(self._specs[path], values, self._comm.mesh, first)]
+        return views
+
+    def _round(self, planned: HomeRound) -> Round:
+        matrices = planned.matrices
+        index_of = {(each.path, each.part.name): index for index, each in enumerate(matrices)}
+        params = [(number, path) for number in planned.flats for path in self._shards[number][1]]
+        places = self._places(index_of, [path for _, path in params], self._me)
+        mine = [place for each in places for place in each]
+        homes = [matrices[place.matrix].home for place in mine]
+        returned = sorted(range(len(mine)), key=homes.__getitem__)
+        sent = [index for index in returned if self._sends(matrices[mine[index].matrix], self._me)]
+
+        def counts(indices: Sequence[int]) -> tuple[int, ...]:
+            found = [0] * len(self._meshes)
+            for index in indices:
+                found[homes[index]] += mine[index].numel
+            return tuple(found)
+
+        numbers, here = Counter[Shape](), dict[int, tuple[Shape, int]]()
+        for index, (_, part, home) in enumerate(matrices):
+            if home == self._me:
+                here[index] = part.shape, numbers[part.shape]
+                numbers[part.shape] += 1
+        at_home = list(dict.fromkeys(matrices[index].path for index in here))
+        given = [
+            tuple(place for each in self._places(index_of, at_home, rank) for place in each if place.matrix in here)
+            for rank in range(len(self._meshes))
+        ]
+        return Round(
+            shards=planned.flats,
+            params=tuple(each for each, held in zip(params, places, strict=True) if held),
+            mine=tuple(mine),
+            sent=tuple(sent),
+            returned=tuple(returned),
+            sent_to=counts(sent),
+            returned_from=counts(returned),
+            here=here,
+            received=tuple(
+                tuple(place for place in held if self._sends(matrices[place.matrix], rank))
+                for rank, held in enumerate(given)
+            ),
+            given=tuple(given),
+        )
+
+    def _places(self, index_of: Mapping[tuple[str, str], int], paths: Sequence[str], rank: int) -> list[list[_Place]]:
+        """Return for each parameter the places that a rank holds."""
+        found, mesh = [], self._meshes[rank]
+        for path in paths:
+            start, stop = self._flat_of[path].range_on(path, mesh)
+            boxes = part_views(self._specs[path], torch.empty(stop - start, device="meta"), mesh, start)
+            found.append([_Place(index_of[path, part.name], box) for part, box, _ in boxes])
+        return found
+
+    def _sends(self, matrix: HomeMatrix, rank: int) -> bool:
+        """Return whether a rank sends its elements of a matrix: of those with the same ones, it is at the home's."""
+        axes = self._flat_of[matrix.path].sharding.axes
+        copies = self._comm.mesh.without(self.axes, (*axes, *self._specs[matrix.path].axes))
+        return self._copy_index(rank, copies) == self._copy_index(matrix.home, copies)
+
+    def _find_copy_index(self, rank: int, copies: Axes) -> int:
+        return self._meshes[rank].index(copies)
+
+
+def _at(round_: Round, batches: Mapping[Shape, Tensor], place: _Place) -> Tensor:
+    """Return the box of a matrix whose home this rank is."""
+    shape, number = round_.here[place.matrix]
+    (top, bottom), (left, right) = place.box
+    return batches[shape][number, top:bottom, left:right]

@@ -1,0 +1,111 @@
+"""Homes of whole logical matrices: which rank computes which, for optimizers that need them.
+
+Homes are the ranks of a pipeline stage's replica, on tensor, context and data axes alike.  Experts stay on the ranks
+that hold them, whole or in shards; every other matrix may go to any rank.  Replicas compute the same matrices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from megatron3d.parallel.layout import ParamSpec, Part, span
+from megatron3d.parallel.mesh import DATA, PIPELINE, Axes, Mesh
+
+# Least number of matrices of a round, and of their elements, for each home: with fewer, some would be idle.
+MATRICES_PER_HOME, ELEMENTS_PER_HOME = 2, 2**24
+# Parameters of a flat buffer by path.
+Params = Mapping[str, ParamSpec]
+
+
+class HomeMatrix(NamedTuple):
+    """A logical matrix, its parameter, and its home: the index of a rank on the home axes."""
+
+    path: str
+    part: Part
+    home: int
+
+
+class HomeRound(NamedTuple):
+    """Flat buffers, by their index, whose matrices travel and are computed together."""
+
+    flats: tuple[int, ...]
+    matrices: tuple[HomeMatrix, ...]
+
+
+def home_axes(mesh: Mesh) -> Axes:
+    """Return the axes of the ranks among which whole matrices are divided: a pipeline stage of one replica."""
+    return mesh.nontrivial(mesh.without(mesh.names, (PIPELINE, DATA[0])))
+
+
+def plan_homes(flats: Sequence[Params], mesh: Mesh) -> list[HomeRound]:
+    """Return the rounds in which the matrices of flat buffers are computed, in the order of backward.
+
+    Longest first, each matrix goes to the rank that has the least to do by then.
+    """
+    ranks = _HomeRanks(mesh)
+    return [
+        HomeRound(numbers, tuple(ranks.assign([flats[number] for number in numbers])))
+        for numbers in _grouped(flats, ranks.size)
+    ]
+
+
+def _grouped(flats: Sequence[Params], num_homes: int) -> Iterator[tuple[int, ...]]:
+    found: list[int] = []
+    count = elements = 0
+    for number in reversed(range(len(flats))):
+        found.append(number)
+        parts = [part for spec in flats[number].values() for part in spec.parts]
+        count, elements = count + len(parts), elements + sum(map(matrix_numel, parts))
+        if count >= MATRICES_PER_HOME * num_homes and elements >= ELEMENTS_PER_HOME * num_homes:
+            yield tuple(found)
+            found, count, elements = [], 0, 0
+    if found:
+        yield tuple(found)
+
+
+def matrix_numel(part: Part) -> int:
+    """Return the number of elements of a matrix."""
+    rows, columns = part.shape
+    return rows * columns
+
+
+def _work(part: Part) -> float:
+    """Return the operations of orthogonalizing a matrix, up to a factor."""
+    small, large = sorted(part.shape)
+    return float(large) * small * small
+
+
+class _HomeRanks:
+    """The ranks that matrices are divided among, with what each has to do so far."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh, axes = mesh, home_axes(mesh)
+        self.size, self._ranks = mesh.size(axes), mesh.ranks(axes)
+        self._load = [0.0] * self.size
+        self._spans: dict[tuple[int, Axes], list[tuple[int, int]]] = {}
+
+    def assign(self, flats: Iterable[Params]) -> list[HomeMatrix]:
+        """Return the matrices with their homes, in the order of the parameters."""
+        found = [
+            (path, holders, part)
+            for params in flats
+            for path, spec in params.items()
+            for index, part in enumerate(spec.parts)
+            if (holders := self._holders(spec, index))  # other replicas may have other experts
+        ]
+        homes = [0] * len(found)
+        for place in sorted(range(len(found)), key=lambda place: -_work(found[place][2])):
+            _, holders, part = found[place]
+            homes[place] = min(holders, key=self._load.__getitem__)
+            self._load[homes[place]] += _work(part)
+        return [HomeMatrix(path, part, home) for (path, _, part), home in zip(found, homes, strict=True)]
+
+    def _holders(self, spec: ParamSpec, index: int) -> Sequence[int]:
+        """Return the ranks that hold a part, or a shard of it."""
+        if not spec.part_axes:
+            return range(self.size)
+        key = len(spec.parts), spec.part_axes
+        if key not in self._spans:
+            self._spans[key] = [span(*key, self._mesh.at(rank)) for rank in self._ranks]
+        return [rank for rank, (low, high) in enumerate(self._spans[key]) if low <= index < high]

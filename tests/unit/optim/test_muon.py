@@ -1,0 +1,351 @@
+"""Fact: Muon is its authors' formula on every logical matrix, in any layout, with what each rank sends known before.
+
+The formula is that of Jordan et al. 2024 in float64; torch.optim.Muon computes it in bf16.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron3d.checkpoint import store
+from megatron3d.checkpoint.store import read_index
+from megatron3d.comm.recording import Recorder
+from megatron3d.config.run_spec import RunSpec
+from megatron3d.config.schema import CheckpointConfig, Config, OptimizerConfig
+from megatron3d.errors import UserError
+from megatron3d.forecast.memory.rank import predict_memory
+from megatron3d.model.local_sizes import KERNELS
+from megatron3d.model.param_spec import param_specs
+from megatron3d.model.params import normal_box, part_views
+from megatron3d.optim.muon import SCALES, newton_schulz, scale_of
+from megatron3d.optim.rule_spec import RULES, is_hidden_matrix, newton_schulz_flops
+from megatron3d.parallel.home_plan import HomeMatrix, plan_homes
+from megatron3d.parallel.layout import ParamSpec, Part
+from megatron3d.parallel.mesh import Mesh
+from megatron3d.pipeline.lower import lower
+from megatron3d.train.checkpointing import LoadOptions, describe, load_state, new_state, source_of
+from megatron3d.train.state import TrainState, build_state
+from megatron3d.train.step import StepSettings, train_step
+from megatron3d.verify.dry_run import microbatches, run_rank, step_totals
+from tests.support.tiny_run import stored
+from tests.support.turn_ranks import connect, run_turns
+
+# The process group of a dry run receives a reduce-scatter's sum, as NCCL does.
+KERNEL = replace(KERNELS["cpu"], num_received=0)
+
+VOCAB_SIZE = 61
+MODEL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 8}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one rank": {},
+    "ZeRO 0": {},
+    "ZeRO 1": {"zero_stage": 1, "tensor_model_parallel_size": 2},
+    "ZeRO 2, HSDP": {"zero_stage": 2, "num_distributed_optimizer_instances": 2},
+    "2-D": {"tensor_parallel_mode": "2d", "tensor_parallel_shape": [2, 2]},
+}
+
+
+def configure(layout: str, precision: str = "fp64", **optimizer: Any) -> Config:
+    train = {"micro_batch_size": 2, "global_batch_size": 8, "precision": precision}
+    sections = {"model": MODEL, "parallel": LAYOUTS[layout], "train": train}
+    return Config.model_validate({**sections, "optimizer": {"optimizer": "muon", "clip_grad": 0.0, **optimizer}})
+
+
+def build(rank: int, world_size: int, config: Config) -> TrainState:
+    spec = RunSpec(config, world_size, VOCAB_SIZE, rank)
+    state = build_state(spec, connect(spec), torch.device("cpu"))
+    state.buffers.settle()
+    return state
+
+
+def authors_step(w: Tensor, g: Tensor, m: Tensor, lr: float, decay: float, nesterov: bool) -> tuple[Tensor, Tensor]:
+    """Return weights and momentum after the authors' step, with the scale of Moonlight (arXiv:2502.16982)."""
+    m = 0.95 * m + 0.05 * g
+    x = 0.95 * m + 0.05 * g if nesterov else m
+    x = x.T if len(x) > x.shape[1] else x
+    x = x / x.norm()
+    for _ in range(5):
+        a = x @ x.T
+        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+    x = x.T if len(w) > w.shape[1] else x
+    return w * (1 - lr * decay) - lr * 0.2 * math.sqrt(max(w.shape)) * x, m
+
+
+def train_two_steps(rank: int, world_size: int, config: Config) -> dict[str, Tensor]:
+    """Return the boxes of matrices after two steps with random gradients, each in a tensor of the whole shape."""
+    state = build(rank, world_size, config)
+    buffers, mesh = state.buffers, state.model.comm.mesh
+    for seed in (1, 2):
+        buffers.settle()
+        for name, start, values in buffers.shards("grad"):
+            for part, box, view in part_views(buffers.specs[name], values, mesh, start):
+                view.copy_(normal_box(seed, part.name, part.shape, box))
+        state.optimizer.step(torch.tensor(1.0), 0.1)
+    buffers.settle()
+    found = {}
+    for name, spec in buffers.specs.items():
+        for part, box, view in part_views(spec, state.model.get_parameter(name), mesh):
+            if is_hidden_matrix(name, spec):
+                whole = torch.zeros(part.shape, dtype=view.dtype)
+                whole[tuple(slice(*edges) for edges in box)] = view / spec.num_copies(mesh, mesh.names)
+                found[part.name] = state.model.comm.all_reduce(whole, mesh.names).wait()
+    return found
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_steps_are_the_authors_on_whole_matrices(layout: str, nesterov: bool) -> None:
+    """Catches orthogonalized shards, fused q, k and v, and a wrong order of momentum, decay and scale."""
+    num_ranks = 1 if layout == "one rank" else 4
+    config = configure(layout, muon_use_nesterov=nesterov, weight_decay=0.3)
+    specs = build(0, 1, configure("one rank")).buffers.specs.values()
+    std = {part.name: spec.init for spec in specs for part in spec.parts}
+    for got in run_turns(train_two_steps, num_ranks, config):
+        assert len(got) == 2 * 6
+        for name, matrix in got.items():
+            box = tuple((0, size) for size in matrix.shape)
+            w = normal_box(config.train.seed, name, tuple(matrix.shape), box).mul(std[name]).double()
+            m = torch.zeros_like(w)
+            for seed in (1, 2):
+                g = normal_box(seed, name, tuple(matrix.shape), box).double()
+                w, m = authors_step(w, g, m, 0.1, 0.3, nesterov)
+            torch.testing.assert_close(matrix, w, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24), (1, 8), (16, 16)])
+def test_the_direction_is_that_of_torch_muon_up_to_bf16(shape: tuple[int, int]) -> None:
+    g = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    param = torch.nn.Parameter(torch.zeros(shape))
+    param.grad = g.clone()
+    torch.optim.Muon([param], lr=1.0, weight_decay=0.0, adjust_lr_fn="match_rms_adamw").step()
+    config = OptimizerConfig(optimizer="muon")
+    mine = newton_schulz(g[None], config.muon_num_ns_steps)[0] * scale_of(shape, config)
+    assert (mine + param.detach()).norm() < 0.05 * mine.norm()
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24)])
+def test_the_direction_is_nearly_orthogonal(shape: tuple[int, int]) -> None:
+    singular = torch.linalg.svdvals(newton_schulz(torch.randn((3, *shape), dtype=torch.float64), 5))
+    assert singular.min() > 0.6 and singular.max() < 1.3
+    assert not newton_schulz(torch.zeros(1, *shape), 5).any()
+
+
+def test_the_scales_are_those_of_megatron() -> None:
+    assert {mode: scale(8, 2) for mode, scale in SCALES.items()} == {
+        "spectral": math.sqrt(8),
+        "shape_scaling": 2.0,
+        "unit_rms_norm": 2.0,
+    }
+    assert (SCALES["shape_scaling"](2, 8), SCALES["unit_rms_norm"](2, 8)) == (1.0, 0.5)
+
+
+def test_bf16_orthogonalizes_in_bf16() -> None:
+    """It differs from fp32 by about the rounding of bf16, and less than another direction would."""
+    wide, narrow = (
+        run_turns(train_two_steps, 2, configure("ZeRO 0", "fp32", muon_dtype=dtype))[0] for dtype in ("fp32", "bf16")
+    )
+    for name, matrix in wide.items():
+        assert 1e-4 < (matrix - narrow[name]).norm() / matrix.norm() < 0.05, name
+
+
+def test_the_configuration_knows_which_rules_need_matrices() -> None:
+    """It creates their process group, and imports no rule."""
+    assert {name for name in RULES if OptimizerConfig(optimizer=name).needs_matrices} == {"muon"}
+    assert {name for name, rule in RULES.items() if rule.needs_matrices} == {"muon"}
+
+
+def test_matrices_are_divided_by_their_work() -> None:
+    """Longest first: no home has more to do than the mean and the longest together."""
+    shapes = [(64, 64)] * 8 + [(256, 64)] * 4 + [(64, 256)] * 4
+    specs = {
+        f"layers.{n}.w.weight": ParamSpec((Part(f"{n}", shape, shape),), ((), ()), ()) for n, shape in enumerate(shapes)
+    }
+    (found,) = plan_homes([specs], Mesh((("pipeline", 2), ("replica", 2), ("data", 3), ("t", 1))))
+    work = [0.0, 0.0, 0.0]
+    for each in found.matrices:
+        work[each.home] += newton_schulz_flops(each.part.shape, OptimizerConfig())
+    assert len(found.matrices) == 16 and max(work) < 1.1 * sum(work) / 3
+
+
+def test_experts_stay_on_ranks_that_hold_them() -> None:
+    parts = tuple(Part(f"experts.{n}", (8, 8), (8, 8)) for n in range(8))
+    spec = ParamSpec(parts, ((), ()), (), part_axes=("data",))
+    large = ParamSpec((Part("qkv", (16, 16), (16, 16)),), ((), ()), ())
+    params = {"layers.0.attention.qkv.weight": large, "layers.0.mlp.experts.fc1.weight": spec}
+    (found,) = plan_homes([params], Mesh((("data", 4), ("t", 2))))
+
+    def is_near(each: HomeMatrix) -> bool:
+        return each.home // 2 == int(each.part.name.rpartition(".")[2]) // 2
+
+    assert found.matrices[0].home == 0 and all(map(is_near, found.matrices[1:]))
+    assert len({each.home for each in found.matrices}) == 8
+
+
+MEMORY_LAYOUTS: list[tuple[int, dict[str, Any]]] = [
+    (1, {}),
+    (2, {}),
+    (2, {"zero_stage": 1}),
+    (4, {"zero_stage": 2, "tensor_model_parallel_size": 2}),
+    (4, {"zero_stage": 3}),
+    (4, {"zero_stage": 1, "pipeline_model_parallel_size": 2}),
+    (8, {"tensor_parallel_mode": "3d", "tensor_parallel_shape": [2, 2, 2]}),
+]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("num_ranks", "parallel"), MEMORY_LAYOUTS, ids=str)
+def test_the_memory_of_an_update_is_predicted(num_ranks: int, parallel: dict[str, Any], precision: str) -> None:
+    """Few tokens, so that the update has the peak: directions, matrices on their way, and their products at home."""
+    model = {**MODEL, "num_layers": 4, "hidden_size": 256}
+    train = {"micro_batch_size": 2, "global_batch_size": 16, "precision": precision}
+    optimizer = {"optimizer": "muon", "muon_dtype": precision}
+    sections = {"model": model, "parallel": parallel, "train": train, "optimizer": optimizer}
+    for rank in (0, num_ranks - 1):
+        spec = RunSpec(Config.model_validate(sections), num_ranks, VOCAB_SIZE, rank)
+        run, memory = run_rank(spec), predict_memory(spec, KERNEL)
+        assert run.between["optimizer"] == memory.optimizer
+        if parallel.get("zero_stage", 0) < 2:  # otherwise whole gradients have the peak, which are freed by then
+            measured = step_totals(run, lower(spec.schedule)[run.coord]).peak
+            assert memory.transient_peaks["update"] == max(memory.transient_peaks.values())
+            assert memory.total == pytest.approx(measured, rel=0.02)
+
+
+def sent_bytes(rank: int, world_size: int, config: Config) -> list[float]:
+    """Return the bytes that a rank sends in each all-to-all of an update."""
+    spec = RunSpec(config, world_size, VOCAB_SIZE, rank)
+    recorder = Recorder(connect(spec))
+    state = build_state(spec, recorder, torch.device("cpu"))
+    state.buffers.settle()
+    recorder.calls.clear()
+    state.optimizer.step(torch.tensor(1.0), 0.1)
+    return [call.wire_bytes for call in recorder.calls if call.collective == "all_to_all"]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "there", "back"),
+    [({"tensor_model_parallel_size": 4}, 0.75, 0.75), ({}, 0.0, 3.0), ({"zero_stage": 1}, 0.75, 0.75)],
+    ids=["TP 4", "data 4", "ZeRO 1"],
+)
+def test_what_an_update_sends(parallel: dict[str, Any], there: float, back: float) -> None:
+    """All ranks together send a matrix once, less what its home has, and back to all others that hold it."""
+    train = {"micro_batch_size": 2, "global_batch_size": 8}
+    sections = {"model": MODEL, "parallel": parallel, "train": train, "optimizer": {"optimizer": "muon"}}
+    config = Config.model_validate(sections)
+    sent = run_turns(sent_bytes, 4, config)
+    specs = build(0, 1, configure("one rank")).buffers.specs
+    matrices = [spec.parts for name, spec in specs.items() if is_hidden_matrix(name, spec)]
+    numel = sum(math.prod(part.shape) for parts in matrices for part in parts)
+    totals = [sum(each) / (4 * numel) for each in zip(*sent, strict=True)]
+    if parallel.get(
+        "zero_stage"
+    ):  # a shard is a range of the flat buffer, of which a home has none, a part or all of a matrix
+        assert len(totals) == 2 and 0 < totals[0] == totals[1] < 1
+    else:
+        assert totals == [there, back]
+
+
+def train_and_save(rank: int, world_size: int, config: Config, source: Path | None, root: Path, num_steps: int) -> None:
+    """Train steps, from a checkpoint if one is given, and save."""
+    spec = RunSpec(config, world_size, VOCAB_SIZE, rank)
+    state = build_state(spec, connect(spec), torch.device("cpu"))
+    if source is not None:
+        load_state(source, state, {}, LoadOptions(accept=frozenset(config.checkpoint.accept_changed)))
+    for _ in range(num_steps):
+        train_step(state, microbatches(spec), 0.01, StepSettings(config.train.seed, 64, 8))
+    pieces = source_of(state)(lambda tensor: tensor)
+    store.save(root, state.iteration, pieces, describe(state, {}, config), state.model.comm)
+
+
+def parts_of(names: Iterable[str], kind: str) -> set[str]:
+    return {name.removeprefix(f"{kind}.") for name in names if name.startswith(f"{kind}.")}
+
+
+@pytest.mark.parametrize(("source", "target"), [("ZeRO 1", "2-D"), ("2-D", "ZeRO 2, HSDP")])
+def test_a_run_continues_in_another_layout(source: str, target: str, tmp_path: Path) -> None:
+    """In its own layout bit for bit; every matrix has a momentum, every other parameter AdamW's moments."""
+    run_turns(train_and_save, 4, configure(source), None, tmp_path / "whole", 2)
+    run_turns(train_and_save, 4, configure(source), None, tmp_path / "half", 1)
+    half = tmp_path / "half/iter_0000001"
+    for layout in (source, target):
+        run_turns(train_and_save, 4, configure(layout), half, tmp_path / layout, 1)
+    whole, same, other = (stored(tmp_path / name, 2) for name in ("whole", source, target))
+    parts, matrices = parts_of(whole, "model"), parts_of(whole, "optimizer.momentum")
+    assert parts_of(whole, "optimizer.exp_avg") == parts_of(whole, "optimizer.exp_avg_sq") == parts - matrices
+    assert len(matrices) == 2 * 6 and all(whole[f"optimizer.momentum.{name}"].any() for name in matrices)
+    for name, values in whole.items():
+        assert torch.equal(values, same[name]), name
+        torch.testing.assert_close(other[name], values, rtol=1e-10, atol=1e-10)
+
+
+def test_a_missing_momentum_is_an_error(tmp_path: Path) -> None:
+    config, lost = configure("one rank"), "optimizer.momentum.layers.1.mlp.fc2.weight"
+    state = build(0, 1, config)
+    pieces = [piece for piece in source_of(state)(lambda tensor: tensor) if piece.name != lost]
+    folder = store.save(tmp_path, 0, pieces, describe(state, {}, config), state.model.comm)
+    with pytest.raises(UserError, match=re.escape(lost)):
+        load_state(folder, state, {})
+
+
+def test_another_rule_begins_with_new_state_only_where_asked(tmp_path: Path) -> None:
+    """What both rules have goes on: AdamW's moments of all that Muon leaves to it."""
+    run_turns(train_and_save, 1, configure("one rank", optimizer="adam"), None, tmp_path / "adam", 1)
+    folder, config = tmp_path / "adam/iter_0000001", configure("one rank")
+    with pytest.raises(
+        UserError, match=r"optimizer\.optimizer=adam, but this run has muon.*accept_changed=\[optimizer\]"
+    ):
+        run_turns(train_and_save, 1, config, folder, tmp_path / "muon", 1)
+    accepted = config.model_copy(update={"checkpoint": CheckpointConfig(accept_changed=("optimizer",))})
+    run_turns(train_and_save, 1, accepted, folder, tmp_path / "muon", 0)
+    before, after = stored(tmp_path / "adam", 1), stored(tmp_path / "muon", 1)
+    momenta = {name for name in after if name.startswith("optimizer.momentum.")}
+    assert len(momenta) == 2 * 6 and not any(after[name].any() for name in momenta)
+    assert all(torch.equal(after[name], before[name]) for name in after.keys() - momenta)
+    state = build(0, 1, config)
+    (line,) = new_state(folder, read_index(folder), state)
+    assert line == f"optimizer.momentum: 0 at first for all its tensors, which {folder} has not"
+
+
+@pytest.mark.parametrize("rule", ["adam", "lion", "muon"])
+def test_a_skipped_update_changes_nothing(rule: str) -> None:
+    state = build(0, 1, configure("one rank", "fp32", optimizer=rule))
+    for norm, poison in ((1.0, 0.0), (math.nan, math.inf)):
+        for number, (_, _, grad) in enumerate(state.buffers.shards("grad")):
+            grad.copy_(torch.randn(grad.shape, generator=torch.Generator().manual_seed(number))).add_(poison)
+        held = [
+            *(values for _, _, values in state.buffers.shards("main")),
+            *(each.values for each in state.optimizer.state),
+        ]
+        before = [values.clone() for values in held]
+        skipped = state.optimizer.step(torch.tensor(norm), 0.1)
+        assert skipped == math.isnan(norm)
+        assert all(torch.equal(a, b) == bool(skipped) for a, b in zip(before, held, strict=True))
+
+
+def test_what_lies_between_hidden_features_is_a_matrix() -> None:
+    model = {
+        **MODEL,
+        "family": "llama",
+        "num_moe_experts": 2,
+        "moe_router_topk": 2,
+        "moe_shared_expert_intermediate_size": 8,
+    }
+    config = Config.model_validate({"model": model})
+    specs = RunSpec(config, 1, VOCAB_SIZE)
+    taken = {path for path, spec in param_specs(specs.arch, specs.mode).items() if is_hidden_matrix(path, spec)}
+    assert {path.removeprefix("layers.0.") for path in taken if path.startswith("layers.0.")} == {
+        "attention.qkv.weight",
+        "attention.proj.weight",
+        "mlp.experts.fc1.weight",
+        "mlp.experts.fc2.weight",
+        "mlp.shared_experts.fc1.weight",
+        "mlp.shared_experts.fc2.weight",
+    }
+    assert all(path.startswith("layers.") for path in taken)
