@@ -12,12 +12,15 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from importlib import import_module
+from typing import TYPE_CHECKING
 
-from megatron3d.config.cli import Arguments, parse_args, resolve, run_check
-from megatron3d.config.run_spec import RunSpec
+from megatron3d.config.cli import Arguments, parse_args
 from megatron3d.errors import ExitCode
 from megatron3d.runtime import process
 from megatron3d.runtime.program import StartupPhases, StopSignal, outlive_readers
+
+if TYPE_CHECKING:
+    from megatron3d.config.run_spec import RunSpec
 
 # Imported by every rank of a run; the last two by numpy.unique and by torch's first backward.
 IMPORTED = (
@@ -30,6 +33,8 @@ def preload(argv: Sequence[str], world_size: int) -> None:
     """Import what the ranks of a run need, in the process that they are forked from; raises what all of them would."""
     arguments = parse_args(argv)
     if not (arguments.check or arguments.dry_run):
+        from megatron3d.config.resolve import resolve
+
         resolve(arguments.config, arguments.overrides, world_size, counted_by="the launcher's first argument")
         print("> importing torch", file=sys.stderr, flush=True)
         for name in IMPORTED:
@@ -41,6 +46,8 @@ def main() -> int:
     arguments = parse_args(sys.argv[1:])
     env = process.launcher_env()
     if arguments.check:
+        from megatron3d.config.resolve import run_check
+
         return run_check(arguments, env.world_size, memory_at_worst)
     if arguments.dry_run:
         from megatron3d.verify.dry_run import run_dry
@@ -62,6 +69,8 @@ def memory_at_worst(spec: RunSpec) -> list[str]:
 
 def pretrain(arguments: Arguments, world_size: int) -> int:
     """Build the run on this rank and train until its last iteration; return the exit code."""
+    from megatron3d.config.resolve import resolve
+
     env = process.launcher_env()
     resolved = resolve(arguments.config, arguments.overrides, world_size, counted_by=env.counted_by)
     outlive_readers()

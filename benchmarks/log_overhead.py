@@ -24,7 +24,7 @@ import yaml
 from common.corpus import write_random_bytes
 from common.report import Row, Turns, interleaved, milliseconds, show, write
 
-from megatron3d.config.cli import resolve
+from megatron3d.config.resolve import resolve
 from megatron3d.parallel.mesh import Axes
 from megatron3d.pipeline.actions import Action
 from megatron3d.runtime import process

@@ -13,17 +13,36 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron3d.errors import UserError
-from megatron3d.forecast.time.hardware import FOLDER, load_accelerator, load_cluster
 from megatron3d.runtime import process
 from megatron3d.runtime.arguments import ToolParser, add_overwrite, real, require_free
-from megatron3d.runtime.program import run_tool
+from megatron3d.runtime.program import parse_first, run_tool
 
 PRECISION = "bf16"
 
 
+def make_parser() -> ToolParser:
+    """Return the parser of the command line."""
+    parser = ToolParser(prog="calibrate", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--output-dir", type=Path, metavar="DIR", help="default: the package's hardware/")
+    parser.add_argument("--cpu", action="store_true", help="measure the CPU, although there is a GPU")
+    parser.add_argument("--precision", choices=("bf16", "fp16", "fp32"), default=PRECISION, help="of GPUs")
+    parser.add_argument(
+        "--network", metavar="NAME", help="cluster with the links between nodes, or of a machine with one GPU"
+    )
+    parser.add_argument("--seconds", type=real(0.001, 3600), default=1.0, help="for each measurement (default: 1)")
+    add_overwrite(parser)
+    return parser
+
+
+if __name__ == "__main__":
+    parse_first(make_parser())
+
+from megatron3d.forecast.time.hardware import FOLDER, load_accelerator, load_cluster
+
+
 def run(arguments: argparse.Namespace) -> None:
     """Measure and write the files."""
-    folder, seconds = arguments.output_dir, arguments.seconds
+    folder, seconds = arguments.output_dir or FOLDER, arguments.seconds
     (folder / "clusters").mkdir(parents=True, exist_ok=True)  # measuring takes minutes
     num_gpus = 0 if arguments.cpu else process.num_gpus()
     name = "local_gpu" if num_gpus else "local"
@@ -46,18 +65,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool and return its exit code."""
-    parser = ToolParser(prog="calibrate", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--output-dir", type=Path, default=FOLDER, metavar="DIR", help="default: the package's hardware/"
-    )
-    parser.add_argument("--cpu", action="store_true", help="measure the CPU, although there is a GPU")
-    parser.add_argument("--precision", choices=("bf16", "fp16", "fp32"), default=PRECISION, help="of GPUs")
-    parser.add_argument(
-        "--network", metavar="NAME", help="cluster with the links between nodes, or of a machine with one GPU"
-    )
-    parser.add_argument("--seconds", type=real(0.001, 3600), default=1.0, help="for each measurement (default: 1)")
-    add_overwrite(parser)
-    return run_tool(run, parser, argv)
+    return run_tool(run, make_parser(), argv)
 
 
 if __name__ == "__main__":

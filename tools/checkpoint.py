@@ -21,28 +21,15 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from megatron3d.checkpoint.compare import describe_differences, flatten, mean_pieces
-from megatron3d.checkpoint.index import FILE_NAME, Index, read_index
-from megatron3d.checkpoint.publish import FolderLock, candidates, resolve
-from megatron3d.checkpoint.store import save, verify
-from megatron3d.comm.objects import GroupObjects
 from megatron3d.errors import ExitCode, UserError, one_line
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.runtime import process
 from megatron3d.runtime.arguments import ToolParser, require_free, whole
-
-EXIT_DIFFERENT = 1
-ALONE = Mesh((("data", 1),))
+from megatron3d.runtime.program import parse_first
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one of the commands."""
-    args = parse_args(argv)
-    return COMMANDS[args.command](args)
-
-
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command and its folders."""
+def make_parser() -> ToolParser:
+    """Return the parser of the command and its folders."""
     parser = ToolParser(
         "checkpoint.py", description="Inspect, verify, compare and average checkpoints.", allow_abbrev=False
     )
@@ -58,7 +45,26 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     many = commands.add_parser("average", help="save the mean of the weights of several checkpoints")
     many.add_argument("load", type=Path, nargs="+")
     many.add_argument("--save", type=Path, required=True, help="folder of the new run")
-    return parser.parse_args(argv)
+    return parser
+
+
+if __name__ == "__main__":
+    parse_first(make_parser())
+
+from megatron3d.checkpoint.compare import describe_differences, flatten, mean_pieces
+from megatron3d.checkpoint.index import FILE_NAME, Index, read_index
+from megatron3d.checkpoint.publish import FolderLock, candidates, resolve
+from megatron3d.checkpoint.store import save, verify
+from megatron3d.comm.objects import GroupObjects
+
+EXIT_DIFFERENT = 1
+ALONE = Mesh((("data", 1),))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one of the commands."""
+    args = make_parser().parse_args(argv)
+    return COMMANDS[args.command](args)
 
 
 def show(args: argparse.Namespace) -> int:

@@ -19,65 +19,22 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron3d.checkpoint.publish import resolve
-from megatron3d.convert.compare import has_transformers
-from megatron3d.convert.conversion import (
-    MAX_SHARD_BYTES,
-    ConversionRequest,
-    LogitsDiffer,
-    from_hub,
-    to_hub,
-    to_torch,
-    write_start,
-)
 from megatron3d.convert.family_table import MODEL_TYPES
-from megatron3d.convert.hub_weights import DTYPES
-from megatron3d.convert.megatron_checkpoint import from_megatron
-from megatron3d.convert.megatron_output import to_megatron
-from megatron3d.data.tokenizers.tokenizer import TOKENIZER_TYPES
+from megatron3d.convert.fields import DTYPE_NAMES
+from megatron3d.data.option_table import TOKENIZER_TYPES
 from megatron3d.errors import UserError
 from megatron3d.runtime.arguments import ToolParser, add_iteration, shorten, whole
-from megatron3d.runtime.program import run_tool
+from megatron3d.runtime.program import parse_first, run_tool
 
 CONFIG, TO_TORCH, FROM_MEGATRON, TO_MEGATRON = "config", "to-dcp", "from-megatron", "to-megatron"
-_DIRECTIONS = {
-    "from-hf": from_hub,
-    "to-hf": to_hub,
-    CONFIG: write_start,
-    TO_TORCH: to_torch,
-    FROM_MEGATRON: from_megatron,
-    TO_MEGATRON: to_megatron,
-}
-# Their logits are not compared.
-_WITHOUT_LOGITS = (CONFIG, TO_TORCH, FROM_MEGATRON, TO_MEGATRON)
-_USED_BY = {
-    "seq_length": ("from-hf", CONFIG),
-    "max_shard_size": ("to-hf",),
-    "model_type": ("to-hf",),
-    "tokenizer_type": ("from-hf", "to-hf", CONFIG, FROM_MEGATRON),
-    "config": (FROM_MEGATRON,),
-    "dtype": ("from-hf", "to-hf", TO_MEGATRON),
-    "without_transformers": ("from-hf", "to-hf"),
-    "without_logits": ("from-hf", "to-hf"),
-    "iteration": ("to-hf", TO_TORCH, TO_MEGATRON),
-}
-_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
-DIFFERENT = 1
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool and return its exit code."""
-    try:
-        return run_tool(convert, make_parser(), argv)
-    except LogitsDiffer as error:
-        print(f"DIFFERENT: {error}", file=sys.stderr)
-        return DIFFERENT
+FROM_HF, TO_HF = "from-hf", "to-hf"
+UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser: both directions and the start of a run with one set of options."""
     parser = ToolParser("convert_checkpoint.py", description=__doc__.split(":")[0], allow_abbrev=False)
-    parser.add_argument("direction", choices=_DIRECTIONS)
+    parser.add_argument("direction", choices=(FROM_HF, TO_HF, CONFIG, TO_TORCH, FROM_MEGATRON, TO_MEGATRON))
     parser.add_argument(
         "--input",
         type=Path,
@@ -88,7 +45,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--output", type=Path, required=True, help="a folder, or with config a file, that does not exist yet"
     )
     add_iteration(parser, "--input")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the weights that are written; default: as they are")
+    parser.add_argument("--dtype", choices=DTYPE_NAMES, help="of the weights that are written; default: as they are")
     parser.add_argument(
         "--max-shard-size", type=_size, help="of a safetensors file, such as 500MB; with to-hf; default: 5GB"
     )
@@ -124,7 +81,58 @@ def _size(text: str) -> int:
     found = re.fullmatch(r"([0-9]{1,9}) ?(KB|MB|GB)", text.upper())
     if found is None or int(found[1]) == 0:
         raise argparse.ArgumentTypeError(f"{shorten(text)!r} is not a size such as 500MB or 5GB")
-    return int(found[1]) * _UNITS[found[2]]
+    return int(found[1]) * UNITS[found[2]]
+
+
+if __name__ == "__main__":
+    parse_first(make_parser())
+
+from megatron3d.checkpoint.publish import resolve
+from megatron3d.convert.compare import has_transformers
+from megatron3d.convert.conversion import (
+    MAX_SHARD_BYTES,
+    ConversionRequest,
+    LogitsDiffer,
+    from_hub,
+    to_hub,
+    to_torch,
+    write_start,
+)
+from megatron3d.convert.hub_weights import DTYPES
+from megatron3d.convert.megatron_checkpoint import from_megatron
+from megatron3d.convert.megatron_output import to_megatron
+
+_DIRECTIONS = {
+    FROM_HF: from_hub,
+    TO_HF: to_hub,
+    CONFIG: write_start,
+    TO_TORCH: to_torch,
+    FROM_MEGATRON: from_megatron,
+    TO_MEGATRON: to_megatron,
+}
+# Their logits are not compared.
+_WITHOUT_LOGITS = (CONFIG, TO_TORCH, FROM_MEGATRON, TO_MEGATRON)
+_USED_BY = {
+    "seq_length": (FROM_HF, CONFIG),
+    "max_shard_size": (TO_HF,),
+    "model_type": (TO_HF,),
+    "tokenizer_type": (FROM_HF, TO_HF, CONFIG, FROM_MEGATRON),
+    "config": (FROM_MEGATRON,),
+    "dtype": (FROM_HF, TO_HF, TO_MEGATRON),
+    "without_transformers": (FROM_HF, TO_HF),
+    "without_logits": (FROM_HF, TO_HF),
+    "iteration": (TO_HF, TO_TORCH, TO_MEGATRON),
+}
+DIFFERENT = 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool and return its exit code."""
+    try:
+        return run_tool(convert, make_parser(), argv)
+    except LogitsDiffer as error:
+        print(f"DIFFERENT: {error}", file=sys.stderr)
+        return DIFFERENT
 
 
 def _unused(args: argparse.Namespace) -> Iterator[str]:

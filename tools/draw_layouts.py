@@ -18,14 +18,34 @@ from megatron3d.errors import UserError
 from megatron3d.parallel.modes import MODES, build_mode
 from megatron3d.runtime.arguments import MAX_RANKS, ToolParser, add_overwrite, require_free, whole
 from megatron3d.runtime.files import write_text
-from megatron3d.runtime.program import run_tool
+from megatron3d.runtime.program import parse_first, run_tool
+
+# Pictures of the documentation: ranks of a mode, and the coloured rank.
+NUM_RANKS, RANK = 8, 5
+
+
+def make_parser() -> ToolParser:
+    """Return the parser of the command line."""
+    parser = ToolParser(prog="draw_layouts", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--mode", choices=MODES, help="default: every picture of the documentation")
+    parser.add_argument("--form", help="default: the mode's first")
+    parser.add_argument("--shape", type=whole(1, MAX_RANKS), nargs="+", metavar="N", help=f"default: {NUM_RANKS} ranks")
+    parser.add_argument(
+        "--rank", type=whole(0, MAX_RANKS), default=RANK, help="the coloured rank; default: %(default)s"
+    )
+    parser.add_argument("--output", type=Path, required=True, help="a file; without --mode a folder")
+    add_overwrite(parser)
+    return parser
+
+
+if __name__ == "__main__":
+    parse_first(make_parser())
+
 from megatron3d.viz.layouts import layout_picture
 from megatron3d.viz.overviews import data_flows_picture, schedules_picture
 from megatron3d.viz.positions import positions_picture
 from megatron3d.viz.zero_memory import zero_memory_picture
 
-# Pictures of the documentation: ranks of a mode, and the coloured rank.
-NUM_RANKS, RANK = 8, 5
 MOST_RANKS = 64
 
 
@@ -82,16 +102,7 @@ def draw(arguments: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool and return its exit code."""
-    parser = ToolParser(prog="draw_layouts", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--mode", choices=MODES, help="default: every picture of the documentation")
-    parser.add_argument("--form", help="default: the mode's first")
-    parser.add_argument("--shape", type=whole(1, MAX_RANKS), nargs="+", metavar="N", help=f"default: {NUM_RANKS} ranks")
-    parser.add_argument(
-        "--rank", type=whole(0, MAX_RANKS), default=RANK, help="the coloured rank; default: %(default)s"
-    )
-    parser.add_argument("--output", type=Path, required=True, help="a file; without --mode a folder")
-    add_overwrite(parser)
-    return run_tool(draw, parser, argv)
+    return run_tool(draw, make_parser(), argv)
 
 
 if __name__ == "__main__":

@@ -8,34 +8,54 @@ from __future__ import annotations
 
 import megatron3d.runtime.interrupt  # noqa: F401
 
-import argparse
 import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from megatron3d.config.cli import ConfigParser
+from megatron3d.errors import ExitCode, UserError
+from megatron3d.runtime import process
+from megatron3d.runtime.arguments import add_iteration, positive, whole
+from megatron3d.runtime.program import parse_first
+
+WHOLE, SPLITS = "whole", ("train", "valid", "test")
+
+
+def make_parser() -> ConfigParser:
+    """Return the parser of `--load RUN [--split NAME] ... [section.key=value ...]`."""
+    parser = ConfigParser("evaluate.py", __doc__.split(":")[0])
+    parser.add_argument("--load", type=Path, required=True, help="a run's folder, or one of its checkpoints")
+    add_iteration(parser)
+    parser.add_argument("--split", choices=(WHOLE, *SPLITS), default=WHOLE, help="of data.split; default: whole")
+    parser.add_argument("--samples", type=positive, help="only this many windows from the start; default: all")
+    parser.add_argument(
+        "--micro-batch-size", type=whole(1, 10**6), help="sequences at a time; default: as few as the layout allows"
+    )
+    parser.add_argument("--json", action="store_true", help="one line of JSON")
+    parser.add_overrides("such as data.data_path=PREFIX for another corpus")
+    return parser
+
+
+if __name__ == "__main__":
+    parse_first(make_parser())
+
 import torch
 
-from megatron3d.config.cli import ConfigParser
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.data.corpus.corpus import EvaluationWindows, open_corpus
 from megatron3d.data.loader import BatchLoader
 from megatron3d.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
-from megatron3d.errors import ExitCode, UserError
 from megatron3d.inference.load import read_run, resolve, restore
 from megatron3d.pipeline.engine import PipelineExecutor
-from megatron3d.runtime import process
-from megatron3d.runtime.arguments import add_iteration, positive, whole
 from megatron3d.train.step import StepSettings, evaluate
-
-WHOLE, SPLITS = "whole", ("train", "valid", "test")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Load the checkpoint, evaluate, and print on rank 0; return the exit code."""
-    args = parse_args(argv)
+    args = make_parser().parse_args(argv)
     env = process.launcher_env()
     folder = resolve(args.load, args.iteration)
     config = read_run(folder, args.overrides, env.world_size, args.micro_batch_size)
@@ -47,21 +67,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if here.rank == 0:
             print(json.dumps(result) if args.json else render(result))
     return ExitCode.DONE
-
-
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse `--load RUN [--split NAME] ... [section.key=value ...]`."""
-    parser = ConfigParser("evaluate.py", __doc__.split(":")[0])
-    parser.add_argument("--load", type=Path, required=True, help="a run's folder, or one of its checkpoints")
-    add_iteration(parser)
-    parser.add_argument("--split", choices=(WHOLE, *SPLITS), default=WHOLE, help="of data.split; default: whole")
-    parser.add_argument("--samples", type=positive, help="only this many windows from the start; default: all")
-    parser.add_argument(
-        "--micro-batch-size", type=whole(1, 10**6), help="sequences at a time; default: as few as the layout allows"
-    )
-    parser.add_argument("--json", action="store_true", help="one line of JSON")
-    parser.add_overrides("such as data.data_path=PREFIX for another corpus")
-    return parser.parse_args(argv)
 
 
 def find_samples(config: Config, tokenizer: Tokenizer, split: str, most: int | None) -> EvaluationWindows:

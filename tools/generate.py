@@ -16,48 +16,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
-import torch
-
-from megatron3d.comm.interface import Comm
 from megatron3d.config.cli import ConfigParser
-from megatron3d.data.tokenizers.special_tokens import with_beginning
-from megatron3d.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron3d.errors import ExitCode, UserError
-from megatron3d.inference.continuation import Continuation
-from megatron3d.inference.load import read_run, resolve, restore
-from megatron3d.inference.sampling import Choice, NextTokens, Sampler, Speculation, Text, generate
 from megatron3d.runtime import process
 from megatron3d.runtime.arguments import MAX_SEED, add_iteration, real, whole
+from megatron3d.runtime.program import parse_first
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Load the checkpoint, sample, and print on rank 0; return the exit code."""
-    args = parse_args(argv)
-    env = process.launcher_env()
-    folder = resolve(args.load, args.iteration)
-    config = read_run(folder, args.overrides, env.world_size)
-    UserError.collect(draft_problems(args.num_speculative_tokens, config.model.mtp_num_layers))
-    tokenizer = build_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model)
-    begin = tokenizer.special.before_text(config.data.add_bos_token)
-    prompts = [] if args.interactive else encode(read_prompts(args), tokenizer, begin)
-    with process.start() as here, torch.no_grad():
-        num_drafts = args.num_speculative_tokens
-        sampler = Sampler(restore(config, tokenizer, folder, here), here.device, keeps_hidden=num_drafts > 0)
-        speculation = Speculation(sampler, Choice(args.temperature, args.top_k, args.top_p), num_drafts)
-        out = sys.stdout if here.rank == 0 else None
-        if args.interactive:
-            talk(speculation, tokenizer, begin, args, out)
-        else:
-            said = complete(speculation, prompts, tokenizer, args, out if args.stream else None)
-            if out and not args.stream:
-                print("\n".join(said if len(said) == 1 else [json.dumps({"text": text}) for text in said]))
-        if num_drafts and here.rank == 0:
-            print(speculation.report(), file=sys.stderr)
-    return ExitCode.DONE
-
-
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse `--load RUN [--prompt TEXT] ... [section.key=value ...]`."""
+def make_parser() -> ConfigParser:
+    """Return the parser of `--load RUN [--prompt TEXT] ... [section.key=value ...]`."""
     parser = ConfigParser("generate.py", "Sample text from a checkpoint.")
     parser.add_argument("--load", type=Path, required=True, help="a run's folder, or one of its checkpoints")
     add_iteration(parser)
@@ -94,7 +61,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--seed", type=whole(0, MAX_SEED), default=1234, help="of the first prompt; the next one has the next"
     )
     parser.add_overrides("on the run's configuration")
-    return parser.parse_args(argv)
+    return parser
 
 
 def some_text(text: str) -> str:
@@ -102,6 +69,45 @@ def some_text(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("an empty text is everywhere; give at least one character")
     return text
+
+
+if __name__ == "__main__":
+    parse_first(make_parser())
+
+import torch
+
+from megatron3d.comm.interface import Comm
+from megatron3d.data.tokenizers.special_tokens import with_beginning
+from megatron3d.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
+from megatron3d.inference.continuation import Continuation
+from megatron3d.inference.load import read_run, resolve, restore
+from megatron3d.inference.sampling import Choice, NextTokens, Sampler, Speculation, Text, generate
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Load the checkpoint, sample, and print on rank 0; return the exit code."""
+    args = make_parser().parse_args(argv)
+    env = process.launcher_env()
+    folder = resolve(args.load, args.iteration)
+    config = read_run(folder, args.overrides, env.world_size)
+    UserError.collect(draft_problems(args.num_speculative_tokens, config.model.mtp_num_layers))
+    tokenizer = build_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model)
+    begin = tokenizer.special.before_text(config.data.add_bos_token)
+    prompts = [] if args.interactive else encode(read_prompts(args), tokenizer, begin)
+    with process.start() as here, torch.no_grad():
+        num_drafts = args.num_speculative_tokens
+        sampler = Sampler(restore(config, tokenizer, folder, here), here.device, keeps_hidden=num_drafts > 0)
+        speculation = Speculation(sampler, Choice(args.temperature, args.top_k, args.top_p), num_drafts)
+        out = sys.stdout if here.rank == 0 else None
+        if args.interactive:
+            talk(speculation, tokenizer, begin, args, out)
+        else:
+            said = complete(speculation, prompts, tokenizer, args, out if args.stream else None)
+            if out and not args.stream:
+                print("\n".join(said if len(said) == 1 else [json.dumps({"text": text}) for text in said]))
+        if num_drafts and here.rank == 0:
+            print(speculation.report(), file=sys.stderr)
+    return ExitCode.DONE
 
 
 def draft_problems(num_drafts: int, num_modules: int) -> Iterator[str]:

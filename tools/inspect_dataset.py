@@ -16,6 +16,29 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+from megatron3d.data.option_table import TOKENIZER_TYPES
+from megatron3d.errors import UserError, one_line
+from megatron3d.runtime.arguments import MAX_NUMBER, ToolParser, naming_options, positive, whole
+from megatron3d.runtime.program import parse_first, run_tool, spinner
+
+
+def make_parser() -> ToolParser:
+    """Return the parser of the command line."""
+    parser = ToolParser(prog="inspect_dataset", description=__doc__.partition("\n")[0])
+    parser.add_argument("prefix", nargs="+", type=Path, help="prefix of .bin and .idx")
+    parser.add_argument("--verify", action="store_true", help="check every entry of the index, and the checksums")
+    parser.add_argument(
+        "--documents", nargs="+", type=whole(-MAX_NUMBER), help="numbers of documents to show; -1 is the last"
+    )
+    parser.add_argument("--tokenizer-type", choices=TOKENIZER_TYPES, help="to show text; default: token ids")
+    parser.add_argument("--tokenizer-model")
+    parser.add_argument("--max-tokens", type=positive, default=1000, help="of each sequence")
+    return parser
+
+
+if __name__ == "__main__":
+    parse_first(make_parser())
+
 import numpy as np
 import numpy.typing as npt
 from rich.console import Console
@@ -23,10 +46,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron3d.data.token_files.indexed import IndexedDataset
-from megatron3d.data.tokenizers.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
-from megatron3d.errors import UserError, one_line
-from megatron3d.runtime.arguments import MAX_NUMBER, ToolParser, naming_options, positive, whole
-from megatron3d.runtime.program import run_tool, spinner
+from megatron3d.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 
 QUANTILES = (0.0, 0.1, 0.5, 0.9, 0.99, 1.0)
 
@@ -128,16 +148,7 @@ def decoded(data: IndexedDataset, tokenizer: Tokenizer, ids: Sequence[int]) -> s
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool and return its exit code."""
-    parser = ToolParser(prog="inspect_dataset", description=__doc__.partition("\n")[0])
-    parser.add_argument("prefix", nargs="+", type=Path, help="prefix of .bin and .idx")
-    parser.add_argument("--verify", action="store_true", help="check every entry of the index, and the checksums")
-    parser.add_argument(
-        "--documents", nargs="+", type=whole(-MAX_NUMBER), help="numbers of documents to show; -1 is the last"
-    )
-    parser.add_argument("--tokenizer-type", choices=TOKENIZER_TYPES, help="to show text; default: token ids")
-    parser.add_argument("--tokenizer-model")
-    parser.add_argument("--max-tokens", type=positive, default=1000, help="of each sequence")
-    return run_tool(inspect, parser, argv)
+    return run_tool(inspect, make_parser(), argv)
 
 
 if __name__ == "__main__":

@@ -7,27 +7,46 @@ from __future__ import annotations
 
 import megatron3d.runtime.interrupt  # noqa: F401
 
-import argparse
 import importlib.util
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from megatron3d.config.cli import ConfigParser
-from megatron3d.data.tokenizers.tokenizer import build_tokenizer
 from megatron3d.errors import ExitCode, UserError
-from megatron3d.inference.lm_eval_adapter import Harness, as_lm
-from megatron3d.inference.load import read_run, resolve, restore
 from megatron3d.runtime import process
 from megatron3d.runtime.arguments import add_iteration, positive, whole
+from megatron3d.runtime.program import parse_first
+
+
+def make_parser() -> ConfigParser:
+    """Return the parser of `--load RUN --tasks NAME [NAME ...] ... [section.key=value ...]`."""
+    parser = ConfigParser("lm_harness.py", __doc__.split(":")[0])
+    parser.add_argument("--load", type=Path, required=True, help="a run's folder, or one of its checkpoints")
+    add_iteration(parser)
+    parser.add_argument("--tasks", type=lambda text: text.split(","), required=True, help="names, between commas")
+    parser.add_argument("--include-path", type=Path, help="a folder with tasks of your own")
+    parser.add_argument("--num-fewshot", type=whole(0, 1000))
+    parser.add_argument("--limit", type=positive, help="questions of each task; default: all")
+    parser.add_argument("--batch-size", type=whole(1, 10**6), default=8, help="texts at a time")
+    parser.add_overrides("on the run's configuration")
+    return parser
+
+
+if __name__ == "__main__":
+    parse_first(make_parser())
+
+import torch
+
+from megatron3d.data.tokenizers.tokenizer import build_tokenizer
+from megatron3d.inference.lm_eval_adapter import Harness, as_lm
+from megatron3d.inference.load import read_run, resolve, restore
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Load the checkpoint, evaluate the tasks, and print on rank 0; return the exit code."""
-    args = parse_args(argv)
+    args = make_parser().parse_args(argv)
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError("lm_eval is not installed: pip install lm_eval")
     env = process.launcher_env()
@@ -48,20 +67,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if here.rank == 0:
             print(json.dumps(found["results"], indent=2, default=str))
     return ExitCode.DONE
-
-
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse `--load RUN --tasks NAME [NAME ...] ... [section.key=value ...]`."""
-    parser = ConfigParser("lm_harness.py", __doc__.split(":")[0])
-    parser.add_argument("--load", type=Path, required=True, help="a run's folder, or one of its checkpoints")
-    add_iteration(parser)
-    parser.add_argument("--tasks", type=lambda text: text.split(","), required=True, help="names, between commas")
-    parser.add_argument("--include-path", type=Path, help="a folder with tasks of your own")
-    parser.add_argument("--num-fewshot", type=whole(0, 1000))
-    parser.add_argument("--limit", type=positive, help="questions of each task; default: all")
-    parser.add_argument("--batch-size", type=whole(1, 10**6), default=8, help="texts at a time")
-    parser.add_overrides("on the run's configuration")
-    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

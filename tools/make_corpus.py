@@ -19,10 +19,27 @@ from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
 
-from megatron3d.data.token_files.files import replace_output
 from megatron3d.errors import UserError
 from megatron3d.runtime.arguments import ToolParser, add_overwrite, real, require_free
-from megatron3d.runtime.program import byte_progress, run_tool
+from megatron3d.runtime.program import byte_progress, parse_first, run_tool
+
+
+def make_parser() -> ToolParser:
+    """Return the parser of the command line."""
+    parser = ToolParser(prog="make_corpus", description=__doc__.partition("\n")[0])
+    parser.add_argument("--output", type=Path, required=True, help="the .jsonl file to make")
+    parser.add_argument("--max-mb", type=real(), help="stop before the file is larger; default: everything")
+    parser.add_argument(
+        "--source", type=Path, default=Path(sysconfig.get_path("stdlib")), help="default: the running Python's library"
+    )
+    add_overwrite(parser)
+    return parser
+
+
+if __name__ == "__main__":
+    parse_first(make_parser())
+
+from megatron3d.data.token_files.files import replace_output
 
 INSTALLED = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
@@ -75,14 +92,7 @@ def make_corpus(arguments: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool and return its exit code."""
-    parser = ToolParser(prog="make_corpus", description=__doc__.partition("\n")[0])
-    parser.add_argument("--output", type=Path, required=True, help="the .jsonl file to make")
-    parser.add_argument("--max-mb", type=real(), help="stop before the file is larger; default: everything")
-    parser.add_argument(
-        "--source", type=Path, default=Path(sysconfig.get_path("stdlib")), help="default: the running Python's library"
-    )
-    add_overwrite(parser)
-    return run_tool(make_corpus, parser, argv)
+    return run_tool(make_corpus, make_parser(), argv)
 
 
 if __name__ == "__main__":

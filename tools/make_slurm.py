@@ -14,16 +14,68 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron3d.config.cli import ConfigParser, resolve
-from megatron3d.config.report import batch_arithmetic
-from megatron3d.config.run_spec import RunSpec
+from megatron3d.config.cli import ConfigParser
 from megatron3d.errors import UserError
-from megatron3d.forecast.time.hardware import Cluster, load_cluster
-from megatron3d.launch.requeue import run_folder
 from megatron3d.launch.script import CONTAINERS, JobSettings, Options, fill_template, options
 from megatron3d.runtime.arguments import MAX_RANKS, add_overwrite, positive, require_free, whole
 from megatron3d.runtime.files import write_text
-from megatron3d.runtime.program import run_tool
+from megatron3d.runtime.program import parse_first, run_tool
+
+
+def make_parser() -> ConfigParser:
+    """Return the parser of the command line."""
+    parser = ConfigParser("make_slurm", (__doc__ or "").partition("\n")[0])
+    add = parser.add_argument
+    add(
+        "--config",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="configuration; saves to and loads from one folder",
+    )
+    add("--cluster", required=True, metavar="NAME", help="a file of megatron3d/hardware/clusters, or a path")
+    add("--nodes", type=whole(1, MAX_RANKS), required=True, metavar="N")
+    add("--time", default="24:00:00", metavar="LIMIT", help="time limit of each launch; default: %(default)s")
+    add(
+        "--warn",
+        type=positive,
+        default=600,
+        metavar="S",
+        help="seconds for saving before the limit; default: %(default)s",
+    )
+    add(
+        "--sbatch",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an option of sbatch, removed by an empty value; may be repeated",
+    )
+    add("--setup", action="append", default=[], metavar="LINE", help="shell line that runs first; may be repeated")
+    add("--python", metavar="COMMAND", help="default: .venv/bin/python, and python in a container")
+    add("--container", choices=CONTAINERS, help="run everything in a container; default: none")
+    add("--image", help="image of the container: a .sqsh or .sif file, or a name")
+    add(
+        "--mount",
+        action="append",
+        default=[],
+        metavar="FOLDER",
+        help="folder mounted in the container; may be repeated",
+    )
+    add("--output", type=Path, metavar="FILE", help="default: the configuration's name with .sbatch")
+    add_overwrite(parser)
+    add("--dry-run", action="store_true", help="print the script instead")
+    parser.add_overrides("values that replace those in the file")
+    return parser
+
+
+if __name__ == "__main__":
+    parse_first(make_parser())
+
+from megatron3d.config.report import batch_arithmetic
+from megatron3d.config.resolve import resolve
+from megatron3d.config.run_spec import RunSpec
+from megatron3d.forecast.time.hardware import Cluster, load_cluster
+from megatron3d.launch.requeue import run_folder
 
 TEMPLATE = Path(__file__).parents[1] / "scripts" / "slurm" / "pretrain.sbatch"
 
@@ -86,48 +138,7 @@ def container(arguments: argparse.Namespace) -> tuple[str, ...]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool and return its exit code."""
-    parser = ConfigParser("make_slurm", (__doc__ or "").partition("\n")[0])
-    add = parser.add_argument
-    add(
-        "--config",
-        type=Path,
-        required=True,
-        metavar="FILE",
-        help="configuration; saves to and loads from one folder",
-    )
-    add("--cluster", required=True, metavar="NAME", help="a file of megatron3d/hardware/clusters, or a path")
-    add("--nodes", type=whole(1, MAX_RANKS), required=True, metavar="N")
-    add("--time", default="24:00:00", metavar="LIMIT", help="time limit of each launch; default: %(default)s")
-    add(
-        "--warn",
-        type=positive,
-        default=600,
-        metavar="S",
-        help="seconds for saving before the limit; default: %(default)s",
-    )
-    add(
-        "--sbatch",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="an option of sbatch, removed by an empty value; may be repeated",
-    )
-    add("--setup", action="append", default=[], metavar="LINE", help="shell line that runs first; may be repeated")
-    add("--python", metavar="COMMAND", help="default: .venv/bin/python, and python in a container")
-    add("--container", choices=CONTAINERS, help="run everything in a container; default: none")
-    add("--image", help="image of the container: a .sqsh or .sif file, or a name")
-    add(
-        "--mount",
-        action="append",
-        default=[],
-        metavar="FOLDER",
-        help="folder mounted in the container; may be repeated",
-    )
-    add("--output", type=Path, metavar="FILE", help="default: the configuration's name with .sbatch")
-    add_overwrite(parser)
-    add("--dry-run", action="store_true", help="print the script instead")
-    parser.add_overrides("values that replace those in the file")
-    return run_tool(make, parser, argv)
+    return run_tool(make, make_parser(), argv)
 
 
 if __name__ == "__main__":

@@ -14,12 +14,28 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from megatron3d.errors import UserError
+from megatron3d.runtime.arguments import ToolParser, add_overwrite, require_free
+from megatron3d.runtime.program import byte_progress, parse_first, run_tool
+
+
+def make_parser() -> ToolParser:
+    """Return the parser of the command line."""
+    parser = ToolParser(prog="merge_datasets", description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "--input", nargs="+", required=True, help="prefixes of .bin and .idx, globs of them, or folders"
+    )
+    parser.add_argument("--output-prefix", type=Path, required=True)
+    add_overwrite(parser)
+    return parser
+
+
+if __name__ == "__main__":
+    parse_first(make_parser())
+
 from megatron3d.data.token_files.files import with_suffix
 from megatron3d.data.token_files.indexed import IndexedDataset, Manifest, read_manifest
 from megatron3d.data.token_files.writer import IndexedWriter, corpus_files, publish
-from megatron3d.errors import UserError
-from megatron3d.runtime.arguments import ToolParser, add_overwrite, require_free
-from megatron3d.runtime.program import byte_progress, run_tool
 
 MAX_NAMED = 8
 """Missing parts that a message names."""
@@ -104,13 +120,7 @@ def _tokenizer(manifest: Manifest | None) -> tuple[str, int, str] | None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool and return its exit code."""
-    parser = ToolParser(prog="merge_datasets", description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--input", nargs="+", required=True, help="prefixes of .bin and .idx, globs of them, or folders"
-    )
-    parser.add_argument("--output-prefix", type=Path, required=True)
-    add_overwrite(parser)
-    return run_tool(merge, parser, argv)
+    return run_tool(merge, make_parser(), argv)
 
 
 if __name__ == "__main__":

@@ -15,14 +15,69 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from megatron3d.config.cli import ConfigParser, resolve
+from megatron3d.config.cli import ConfigParser
+from megatron3d.errors import UserError
+from megatron3d.parallel.modes import MODES
+from megatron3d.runtime.arguments import MAX_RANKS, add_overwrite, real, require_free, whole
+from megatron3d.runtime.files import write_figure
+from megatron3d.runtime.program import parse_first, run_tool
+
+
+def make_parser() -> ConfigParser:
+    """Return the parser of the command line."""
+    parser = ConfigParser("plan", (__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="model, batch and precision; its layout is replaced"
+    )
+    parser.add_argument("--cluster", metavar="NAME", help="a file of megatron3d/hardware/clusters, or a path")
+    parser.add_argument("--num-gpus", type=whole(1, 10**5), metavar="N", help="ranks")
+    parser.add_argument("--vocab-size", type=whole(1, 10**8), help="where the configuration leaves it to the tokenizer")
+    parser.add_argument(
+        "--predict",
+        type=Path,
+        nargs="+",
+        metavar="PATH",
+        help="rows of runs, one JSON object per line, or folders of runs; needs --output",
+    )
+    parser.add_argument("--tokens", type=real(1, 1e18), help="of the run; default: as many as configured")
+    parser.add_argument("--top", type=whole(1, 1000), default=10, help="layouts that are printed (default: 10)")
+    parser.add_argument("--modes", choices=list(MODES), nargs="+", default=list(MODES), help="only these tensor modes")
+    told = "search until no layout that was not predicted can be faster"
+    parser.add_argument("--thorough", action="store_true", help=told)
+    parser.add_argument("--fix", nargs="+", default=[], metavar="KEY=VALUE", help="only layouts with these values")
+    parser.add_argument("--practice", default="megatron3d", metavar="NAME", help="framework that trains")
+    margin = "percent of memory that stays free (default: 8, or 0 where a practice's allocator is predicted)"
+    parser.add_argument("--memory-margin", type=real(0, 90), metavar="PERCENT", help=margin)
+    parser.add_argument("--output", type=Path, metavar="FILE", help="the best layout as a configuration that trains")
+    parser.add_argument(
+        "--nearby", action="store_true", help="also nearby numbers of ranks and batches that are faster"
+    )
+    parser.add_argument("--explain", action="store_true", help="only the configuration's own layout, part by part")
+    parser.add_argument("--compare", type=Path, nargs=2, metavar="FILE", help="two configurations side by side")
+    add_overwrite(parser)
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="stacked bars (.png, .svg, .pdf)")
+    parser.add_argument(
+        "--scale",
+        type=whole(1, MAX_RANKS),
+        nargs="+",
+        metavar="N",
+        help="also the best speed on N ranks; the batch grows with them",
+    )
+    parser.add_overrides("values that replace those in the file")
+
+    return parser
+
+
+if __name__ == "__main__":
+    parse_first(make_parser())
+
 from megatron3d.config.read import Resolved, read_config
 from megatron3d.config.report import write_resolved
+from megatron3d.config.resolve import resolve
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
-from megatron3d.errors import UserError
 from megatron3d.forecast.search.options import ContextChoice, ExpertChoice, LayoutChoice, TensorChoice
-from megatron3d.forecast.search.problem import SPARE, PlanningProblem, PredictedLayout, read_fixed
+from megatron3d.forecast.search.problem import PlanningProblem, PredictedLayout, read_fixed
 from megatron3d.forecast.search.report import (
     compare_plans,
     explain_plan,
@@ -35,12 +90,8 @@ from megatron3d.forecast.search.rows import error_table, predict_line, predict_r
 from megatron3d.forecast.search.search import search
 from megatron3d.forecast.time.hardware import load_cluster
 from megatron3d.forecast.time.operation_table import operation_table
-from megatron3d.forecast.time.practices import OURS, practice
+from megatron3d.forecast.time.practices import practice
 from megatron3d.forecast.time.step import simulated_step
-from megatron3d.parallel.modes import MODES
-from megatron3d.runtime.arguments import MAX_RANKS, add_overwrite, real, require_free, whole
-from megatron3d.runtime.files import write_figure
-from megatron3d.runtime.program import run_tool
 
 # Options next to those of a task that is not a search.
 ONE_LAYOUT = ("cluster", "num_gpus", "vocab_size", "practice", "picture", "overwrite", "overrides")
@@ -264,47 +315,7 @@ def draw(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool and return its exit code."""
-    parser = ConfigParser("plan", (__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="model, batch and precision; its layout is replaced"
-    )
-    parser.add_argument("--cluster", metavar="NAME", help="a file of megatron3d/hardware/clusters, or a path")
-    parser.add_argument("--num-gpus", type=whole(1, 10**5), metavar="N", help="ranks")
-    parser.add_argument("--vocab-size", type=whole(1, 10**8), help="where the configuration leaves it to the tokenizer")
-    parser.add_argument(
-        "--predict",
-        type=Path,
-        nargs="+",
-        metavar="PATH",
-        help="rows of runs, one JSON object per line, or folders of runs; needs --output",
-    )
-    parser.add_argument("--tokens", type=real(1, 1e18), help="of the run; default: as many as configured")
-    parser.add_argument("--top", type=whole(1, 1000), default=10, help="layouts that are printed (default: 10)")
-    parser.add_argument("--modes", choices=list(MODES), nargs="+", default=list(MODES), help="only these tensor modes")
-    told = "search until no layout that was not predicted can be faster"
-    parser.add_argument("--thorough", action="store_true", help=told)
-    parser.add_argument("--fix", nargs="+", default=[], metavar="KEY=VALUE", help="only layouts with these values")
-    parser.add_argument("--practice", default=OURS.name, metavar="NAME", help="framework that trains (default: ours)")
-    margin = (
-        f"percent of memory that stays free (default: {100 * SPARE:g}, or 0 where a practice's allocator is predicted)"
-    )
-    parser.add_argument("--memory-margin", type=real(0, 90), metavar="PERCENT", help=margin)
-    parser.add_argument("--output", type=Path, metavar="FILE", help="the best layout as a configuration that trains")
-    parser.add_argument(
-        "--nearby", action="store_true", help="also nearby numbers of ranks and batches that are faster"
-    )
-    parser.add_argument("--explain", action="store_true", help="only the configuration's own layout, part by part")
-    parser.add_argument("--compare", type=Path, nargs=2, metavar="FILE", help="two configurations side by side")
-    add_overwrite(parser)
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="stacked bars (.png, .svg, .pdf)")
-    parser.add_argument(
-        "--scale",
-        type=whole(1, MAX_RANKS),
-        nargs="+",
-        metavar="N",
-        help="also the best speed on N ranks; the batch grows with them",
-    )
-    parser.add_overrides("values that replace those in the file")
+    parser = make_parser()
 
     def checked(arguments: argparse.Namespace) -> None:
         check_options(arguments, parser)

@@ -14,14 +14,33 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron3d.errors import UserError
+from megatron3d.runtime.arguments import ToolParser, add_overwrite, require_free, whole
+from megatron3d.runtime.files import replace_file
+from megatron3d.runtime.program import parse_first, run_tool
+
+
+def make_parser() -> ToolParser:
+    """Return the parser of the command line."""
+    parser = ToolParser(prog="plot_run", description=__doc__.partition("\n")[0])
+    parser.add_argument("run_folders", nargs="+", type=Path, metavar="RUN_FOLDER", help="checkpoint.save of a run")
+    parser.add_argument(
+        "--output", type=Path, default=Path("curves.png"), help="picture or .html to write; default: %(default)s"
+    )
+    parser.add_argument(
+        "--refresh", type=whole(1, 86_400), metavar="SECONDS", help="draw again, until the runs have ended"
+    )
+    add_overwrite(parser)
+    return parser
+
+
+if __name__ == "__main__":
+    parse_first(make_parser())
+
 import matplotlib
 
 matplotlib.use("Agg")
 
-from megatron3d.errors import UserError
-from megatron3d.runtime.arguments import ToolParser, add_overwrite, require_free, whole
-from megatron3d.runtime.files import replace_file
-from megatron3d.runtime.program import run_tool
 from megatron3d.viz.curves import draw, read_run
 from megatron3d.viz.report import is_finished, report
 
@@ -61,16 +80,7 @@ def write(folders: Sequence[Path], output: Path, refresh_s: int | None) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool and return its exit code."""
-    parser = ToolParser(prog="plot_run", description=__doc__.partition("\n")[0])
-    parser.add_argument("run_folders", nargs="+", type=Path, metavar="RUN_FOLDER", help="checkpoint.save of a run")
-    parser.add_argument(
-        "--output", type=Path, default=Path("curves.png"), help="picture or .html to write; default: %(default)s"
-    )
-    parser.add_argument(
-        "--refresh", type=whole(1, 86_400), metavar="SECONDS", help="draw again, until the runs have ended"
-    )
-    add_overwrite(parser)
-    return run_tool(plot, parser, argv)
+    return run_tool(plot, make_parser(), argv)
 
 
 if __name__ == "__main__":

@@ -17,14 +17,38 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from megatron3d.errors import UserError
-from megatron3d.pipeline.actions import Costs, Schedule, parse_costs
-from megatron3d.pipeline.plot import figure, text_picture, trace
 from megatron3d.pipeline.schedules import FROM_FILE, SCHEDULES, build_schedule, load_schedule, num_microbatches
-from megatron3d.pipeline.simulate import Timeline, num_virtual_stages, peak_activations, simulate
-from megatron3d.pipeline.validate import write_schedule
 from megatron3d.runtime.arguments import MAX_RANKS, ToolParser, add_overwrite, require_free, whole
 from megatron3d.runtime.files import write_figure, write_text
-from megatron3d.runtime.program import run_tool
+from megatron3d.runtime.program import parse_first, run_tool
+
+
+def make_parser() -> ToolParser:
+    """Return the parser of the command line."""
+    parser = ToolParser(prog="plot_schedule", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--schedule", required=True, metavar="NAME", help=f"{', '.join((*SCHEDULES, FROM_FILE))}")
+    parser.add_argument("-p", type=whole(0, MAX_RANKS), help="number of pipeline ranks")
+    parser.add_argument("-m", type=whole(), help="number of microbatches")
+    parser.add_argument(
+        "-v", type=whole(0, MAX_RANKS), help="virtual stages per rank; default: the fewest that the schedule supports"
+    )
+    parser.add_argument(
+        "--costs",
+        help="times of the actions of a microbatch on a rank, as in F=1,B=2,I=1,W=1,comm=0.1; default: these, comm=0",
+    )
+    parser.add_argument("--input", type=Path, metavar="FILE.csv", help="schedule to read with --schedule file")
+    parser.add_argument("--output", type=Path, help="file to write: .png, .svg, .pdf, .json, .csv")
+    add_overwrite(parser)
+    return parser
+
+
+if __name__ == "__main__":
+    parse_first(make_parser())
+
+from megatron3d.pipeline.actions import Costs, Schedule, parse_costs
+from megatron3d.pipeline.plot import figure, text_picture, trace
+from megatron3d.pipeline.simulate import Timeline, num_virtual_stages, peak_activations, simulate
+from megatron3d.pipeline.validate import write_schedule
 
 TRACE_UNIT_US = 1000.0
 
@@ -119,21 +143,7 @@ def writer(output: Path) -> Writer:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool and return its exit code."""
-    parser = ToolParser(prog="plot_schedule", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--schedule", required=True, metavar="NAME", help=f"{', '.join((*SCHEDULES, FROM_FILE))}")
-    parser.add_argument("-p", type=whole(0, MAX_RANKS), help="number of pipeline ranks")
-    parser.add_argument("-m", type=whole(), help="number of microbatches")
-    parser.add_argument(
-        "-v", type=whole(0, MAX_RANKS), help="virtual stages per rank; default: the fewest that the schedule supports"
-    )
-    parser.add_argument(
-        "--costs",
-        help="times of the actions of a microbatch on a rank, as in F=1,B=2,I=1,W=1,comm=0.1; default: these, comm=0",
-    )
-    parser.add_argument("--input", type=Path, metavar="FILE.csv", help="schedule to read with --schedule file")
-    parser.add_argument("--output", type=Path, help=f"file to write: {', '.join(WRITERS)}")
-    add_overwrite(parser)
-    return run_tool(show, parser, argv)
+    return run_tool(show, make_parser(), argv)
 
 
 if __name__ == "__main__":

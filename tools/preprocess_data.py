@@ -20,11 +20,58 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from megatron3d.data.option_table import HF_PREFIX, TEXT_KEY, TOKENIZER_TYPES
+from megatron3d.errors import UserError, one_line
+from megatron3d.runtime.arguments import MAX_NUMBER, ToolParser, add_overwrite, naming_options
+from megatron3d.runtime.process import num_cores
+from megatron3d.runtime.program import byte_progress, parse_first, run_tool
+
+
+def make_parser() -> ToolParser:
+    """Return the parser of the command line."""
+    parser = ToolParser(prog="preprocess_data", description=__doc__.partition("\n")[0])
+    add = parser.add_argument
+    add(
+        "--input",
+        nargs="+",
+        required=True,
+        help=f"files, folders, globs, or {HF_PREFIX}NAME_OR_FOLDER[@CONFIG][:SPLIT]",
+    )
+    add("--json-keys", nargs="+", default=[TEXT_KEY], help="keys of a line, columns of a row, that hold text")
+    add("--output-prefix", type=Path, required=True)
+    add("--tokenizer-type", choices=TOKENIZER_TYPES, default="SentencePieceTokenizer")
+    add("--tokenizer-model", help="model file; none for ByteTokenizer")
+    add("--append-eod", action="store_true", help="append the tokenizer's end-of-document token to every document")
+    add(
+        "--add-bos-token",
+        action=argparse.BooleanOptionalAction,
+        help="begin every document with the tokenizer's bos token; default: as the tokenizer declares",
+    )
+    add("--split-sentences", action="store_true", help="make every sentence a sequence of its document")
+    add("--workers", type=int, default=num_cores(), help="processes; default: every core")
+    add("--shard", help="i/n: process the i-th of n shards, i from 0, as one task of a SLURM array")
+    add(
+        "--shuffle-seed",
+        type=int,
+        help="shuffle files, byte ranges and row groups; default: in order",
+    )
+    add("--piece-mb", type=float, default=64.0, help="size of the byte ranges into which plain .jsonl files are split")
+    add("--max-record-mb", type=float, default=64.0, help="longest line of JSON, or text of a row")
+    add("--on-bad-record", choices=("stop", "skip"), default="stop", help="skip: leave it out, and count it")
+    add_overwrite(parser)
+    add("--restart", action="store_true", help="discard what an unfinished job has done")
+    add("--ledger-interval", type=float, default=5.0, help="seconds of work that a kill may cost")
+    add("--log-interval", type=int, default=1000, help="documents between lines where there is no terminal")
+    return parser
+
+
+if __name__ == "__main__":
+    parse_first(make_parser())
+
 from pydantic import JsonValue
 
 from megatron3d.data.preprocess.encode import EncoderSpec
 from megatron3d.data.preprocess.inputs import (
-    HF_PREFIX,
     InputChunk,
     find_inputs,
     num_shards,
@@ -34,12 +81,8 @@ from megatron3d.data.preprocess.inputs import (
     split_files,
 )
 from megatron3d.data.preprocess.job import OnProgress, PreprocessJob, ResumePoint, run
-from megatron3d.data.preprocess.readers import TEXT_KEY, ReadOptions, exact_split
-from megatron3d.data.tokenizers.tokenizer import TOKENIZER_TYPES, build_tokenizer
-from megatron3d.errors import UserError, one_line
-from megatron3d.runtime.arguments import MAX_NUMBER, ToolParser, add_overwrite, naming_options
-from megatron3d.runtime.process import num_cores
-from megatron3d.runtime.program import byte_progress, run_tool
+from megatron3d.data.preprocess.readers import ReadOptions, exact_split
+from megatron3d.data.tokenizers.tokenizer import build_tokenizer
 
 MAX_FAULTS = 10
 
@@ -191,40 +234,7 @@ def progress_report(num_bytes: int, log_interval: int) -> Iterator[OnProgress]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool and return its exit code."""
-    parser = ToolParser(prog="preprocess_data", description=__doc__.partition("\n")[0])
-    add = parser.add_argument
-    add(
-        "--input",
-        nargs="+",
-        required=True,
-        help=f"files, folders, globs, or {HF_PREFIX}NAME_OR_FOLDER[@CONFIG][:SPLIT]",
-    )
-    add("--json-keys", nargs="+", default=[TEXT_KEY], help="keys of a line, columns of a row, that hold text")
-    add("--output-prefix", type=Path, required=True)
-    add("--tokenizer-type", choices=TOKENIZER_TYPES, default="SentencePieceTokenizer")
-    add("--tokenizer-model", help="model file; none for ByteTokenizer")
-    add("--append-eod", action="store_true", help="append the tokenizer's end-of-document token to every document")
-    add(
-        "--add-bos-token",
-        action=argparse.BooleanOptionalAction,
-        help="begin every document with the tokenizer's bos token; default: as the tokenizer declares",
-    )
-    add("--split-sentences", action="store_true", help="make every sentence a sequence of its document")
-    add("--workers", type=int, default=num_cores(), help="processes; default: every core")
-    add("--shard", help="i/n: process the i-th of n shards, i from 0, as one task of a SLURM array")
-    add(
-        "--shuffle-seed",
-        type=int,
-        help="shuffle files, byte ranges and row groups; default: in order",
-    )
-    add("--piece-mb", type=float, default=64.0, help="size of the byte ranges into which plain .jsonl files are split")
-    add("--max-record-mb", type=float, default=64.0, help="longest line of JSON, or text of a row")
-    add("--on-bad-record", choices=("stop", "skip"), default="stop", help="skip: leave it out, and count it")
-    add_overwrite(parser)
-    add("--restart", action="store_true", help="discard what an unfinished job has done")
-    add("--ledger-interval", type=float, default=5.0, help="seconds of work that a kill may cost")
-    add("--log-interval", type=int, default=1000, help="documents between lines where there is no terminal")
-    return run_tool(preprocess, parser, argv)
+    return run_tool(preprocess, make_parser(), argv)
 
 
 if __name__ == "__main__":

@@ -21,17 +21,37 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron3d.config.cli import ConfigParser
+from megatron3d.errors import ExitCode, UserError
+from megatron3d.runtime import process
+from megatron3d.runtime.arguments import add_iteration, whole
+from megatron3d.runtime.program import StopSignal, parse_first
+
+
+def make_parser() -> ConfigParser:
+    """Return the parser of `--load RUN [--host HOST] [--port PORT] ... [section.key=value ...]`."""
+    parser = ConfigParser("serve.py", "Serve a checkpoint over OpenAI's completions API.")
+    parser.add_argument("--load", type=Path, required=True, help="a run's folder, or one of its checkpoints")
+    add_iteration(parser)
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at; default: only this machine")
+    parser.add_argument("--port", type=whole(0, 65535), default=8000, help="0: a free one, which is printed")
+    parser.add_argument("--served-model-name", metavar="NAME", help="of the model in requests; default: --load")
+    parser.add_argument(
+        "--reload-latest", action="store_true", help="before a request, load a newer checkpoint of the run"
+    )
+    parser.add_overrides("on the run's configuration")
+    return parser
+
+
+if __name__ == "__main__":
+    parse_first(make_parser())
+
 import torch
 
-from megatron3d.config.cli import ConfigParser
 from megatron3d.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
-from megatron3d.errors import ExitCode, UserError
 from megatron3d.inference.chat import ChatTemplate, find_template
 from megatron3d.inference.completions import CompletionRequest, RequestError, Work, generate_work, make_work
 from megatron3d.inference.load import read_run, resolve, restore_state
-from megatron3d.runtime import process
-from megatron3d.runtime.arguments import add_iteration, whole
-from megatron3d.runtime.program import StopSignal
 from megatron3d.train.checkpointing import load_weights
 from megatron3d.train.state import TrainState
 
@@ -46,7 +66,7 @@ IDLE_S = 10.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Load the checkpoint and serve requests until Ctrl-C; return the exit code."""
-    args = parse_args(argv)
+    args = make_parser().parse_args(argv)
     UserError.collect(problems(args))
     env = process.launcher_env()
     folder = resolve(args.load, args.iteration)
@@ -63,21 +83,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             serve(model, stop, args, begin, listening, template)
     return ExitCode.DONE
-
-
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse `--load RUN [--host HOST] [--port PORT] ... [section.key=value ...]`."""
-    parser = ConfigParser("serve.py", "Serve a checkpoint over OpenAI's completions API.")
-    parser.add_argument("--load", type=Path, required=True, help="a run's folder, or one of its checkpoints")
-    add_iteration(parser)
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen at; default: only this machine")
-    parser.add_argument("--port", type=whole(0, 65535), default=8000, help="0: a free one, which is printed")
-    parser.add_argument("--served-model-name", metavar="NAME", help="of the model in requests; default: --load")
-    parser.add_argument(
-        "--reload-latest", action="store_true", help="before a request, load a newer checkpoint of the run"
-    )
-    parser.add_overrides("on the run's configuration")
-    return parser.parse_args(argv)
 
 
 def problems(args: argparse.Namespace) -> list[str]:

@@ -7,13 +7,23 @@ import megatron3d.runtime.interrupt  # noqa: F401
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
+from megatron3d.runtime.arguments import ToolParser
+from megatron3d.runtime.program import parse_first, run_tool
+
+
+def make_parser() -> ToolParser:
+    """Return the parser of the command line."""
+    return ToolParser("show_config.py", description=__doc__.split(":")[0])
+
+
+if __name__ == "__main__":
+    parse_first(make_parser())
+
 from pydantic.fields import FieldInfo
 
 from megatron3d.config.read import expected
 from megatron3d.config.schema import Config
 from megatron3d.config.yaml_origins import show
-from megatron3d.runtime.arguments import ToolParser
-from megatron3d.runtime.program import run_tool
 
 HEAD = """# Configuration
 
@@ -54,8 +64,7 @@ PAGES: Mapping[str, str] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the page of all keys."""
-    parser = ToolParser("show_config.py", description=__doc__.split(":")[0])
-    return run_tool(lambda _: print(page()), parser, argv)
+    return run_tool(lambda _: print(page()), make_parser(), argv)
 
 
 def page() -> str:

@@ -18,18 +18,37 @@ import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
+from megatron3d.errors import UserError
+from megatron3d.parallel.modes import MODES
+from megatron3d.runtime.arguments import MAX_RANKS, ToolParser, whole
+from megatron3d.runtime.program import parse_first, run_tool
+
+
+def make_parser() -> ToolParser:
+    """Return the parser of the command line."""
+    parser = ToolParser(prog="show_memory", description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("--family", choices=["gpt2", "llama"], default="gpt2")
+    parser.add_argument("--hidden-size", type=whole(1, 10**7), required=True)
+    parser.add_argument("--num-attention-heads", type=whole(1, 10**7), required=True)
+    parser.add_argument("--seq-length", type=whole(1, 10**7), required=True)
+    parser.add_argument("--micro-batch-size", type=whole(1, 10**7), default=16, help="sequences; default: %(default)s")
+    parser.add_argument("--num-ranks", type=whole(1, MAX_RANKS), nargs="+", required=True, help="tensor-parallel sizes")
+    told = "list operations with their times on this file of megatron3d/hardware/clusters, or a path"
+    parser.add_argument("--cluster", metavar="NAME", help=told)
+    return parser
+
+
+if __name__ == "__main__":
+    parse_first(make_parser())
+
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
-from megatron3d.errors import UserError
 from megatron3d.forecast.memory.activations import run_activations
 from megatron3d.forecast.time.operation_table import operation_table
 from megatron3d.forecast.time.step import load_machine, simulated_step
 from megatron3d.model.local_sizes import KERNELS, LocalSizes
 from megatron3d.model.spec import CORE_ATTN, MLP_ACT, NO_RECOMPUTE, LayerRun, Recompute
-from megatron3d.parallel.modes import MODES
-from megatron3d.runtime.arguments import MAX_RANKS, ToolParser, whole
-from megatron3d.runtime.program import run_tool
 
 BF16_BYTES = 2
 CHOICES: Mapping[str, Recompute] = {
@@ -94,16 +113,7 @@ def show(arguments: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool and return its exit code."""
-    parser = ToolParser(prog="show_memory", description=(__doc__ or "").partition("\n\n")[0])
-    parser.add_argument("--family", choices=["gpt2", "llama"], default="gpt2")
-    parser.add_argument("--hidden-size", type=whole(1, 10**7), required=True)
-    parser.add_argument("--num-attention-heads", type=whole(1, 10**7), required=True)
-    parser.add_argument("--seq-length", type=whole(1, 10**7), required=True)
-    parser.add_argument("--micro-batch-size", type=whole(1, 10**7), default=16, help="sequences; default: %(default)s")
-    parser.add_argument("--num-ranks", type=whole(1, MAX_RANKS), nargs="+", required=True, help="tensor-parallel sizes")
-    told = "list operations with their times on this file of megatron3d/hardware/clusters, or a path"
-    parser.add_argument("--cluster", metavar="NAME", help=told)
-    return run_tool(show, parser, argv)
+    return run_tool(show, make_parser(), argv)
 
 
 if __name__ == "__main__":

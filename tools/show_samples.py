@@ -15,10 +15,32 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from megatron3d.config.cli import ConfigParser
+from megatron3d.errors import UserError, one_line
+from megatron3d.runtime.arguments import MAX_NUMBER, MAX_RANKS, positive, shorten, whole, whole_number
+from megatron3d.runtime.program import parse_first, run_tool
+
+
+def make_parser() -> ConfigParser:
+    """Return the parser of the command line."""
+    parser = ConfigParser("show_samples", __doc__.partition("\n")[0])
+    parser.add_argument("--config", type=Path, required=True, help="of the run")
+    parser.add_argument("--iterations", default="1", metavar="N", help="one, or FIRST-LAST")
+    parser.add_argument("--world-size", type=whole(1, MAX_RANKS), default=1)
+    parser.add_argument(
+        "--rank", type=whole(0, MAX_RANKS), help="what this rank reads; default: the whole global batch"
+    )
+    parser.add_argument("--max-characters", type=positive, default=100_000, help="of each sample")
+    parser.add_overrides("on the configuration")
+    return parser
+
+
+if __name__ == "__main__":
+    parse_first(make_parser())
+
 import numpy as np
 import torch
 
-from megatron3d.config.cli import ConfigParser
 from megatron3d.config.read import read_config
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.validate.rules import check
@@ -27,9 +49,6 @@ from megatron3d.data.corpus.stream import StreamedSamples
 from megatron3d.data.loader import BatchLoader
 from megatron3d.data.packing import IGNORED, Packing
 from megatron3d.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
-from megatron3d.errors import UserError, one_line
-from megatron3d.runtime.arguments import MAX_NUMBER, MAX_RANKS, positive, shorten, whole, whole_number
-from megatron3d.runtime.program import run_tool
 
 
 def show(arguments: argparse.Namespace) -> None:
@@ -98,16 +117,7 @@ def pieces(tokens: Sequence[int], tokenizer: Tokenizer) -> Iterator[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool and return its exit code."""
-    parser = ConfigParser("show_samples", __doc__.partition("\n")[0])
-    parser.add_argument("--config", type=Path, required=True, help="of the run")
-    parser.add_argument("--iterations", default="1", metavar="N", help="one, or FIRST-LAST")
-    parser.add_argument("--world-size", type=whole(1, MAX_RANKS), default=1)
-    parser.add_argument(
-        "--rank", type=whole(0, MAX_RANKS), help="what this rank reads; default: the whole global batch"
-    )
-    parser.add_argument("--max-characters", type=positive, default=100_000, help="of each sample")
-    parser.add_overrides("on the configuration")
-    return run_tool(show, parser, argv)
+    return run_tool(show, make_parser(), argv)
 
 
 if __name__ == "__main__":

@@ -16,14 +16,49 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron3d.errors import UserError
-from megatron3d.model.linear_spec import linear_sizes
-from megatron3d.parallel.layout import Layout
-from megatron3d.parallel.matmul_plan import MatmulPlan, Traffic, traffic
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.modes import MODES, build_mode
 from megatron3d.parallel.modes.mode import Mode
 from megatron3d.runtime.arguments import MAX_RANKS, ToolParser, shorten, whole, whole_number
-from megatron3d.runtime.program import run_tool
+from megatron3d.runtime.program import parse_first, run_tool
+
+
+def make_parser() -> ToolParser:
+    """Return the parser of the command line."""
+    parser = ToolParser(prog="show_traffic", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--hidden-size", type=whole(1, 10**7), required=True)
+    parser.add_argument("--ffn-hidden-size", type=whole(1, 10**7), help="default: 4 times the hidden size")
+    parser.add_argument("--seq-length", type=whole(1, 10**7), required=True)
+    parser.add_argument("--micro-batch-size", type=whole(1, 10**7), required=True, help="sequences")
+    parser.add_argument("--num-ranks", type=whole(1, MAX_RANKS), nargs="+", required=True, help="tensor-parallel sizes")
+    parser.add_argument(
+        "--shape", type=parse_shape, nargs="+", default=[], metavar="MODE=AxBxC", help="beside the default ones"
+    )
+    parser.add_argument("--bytes-per-element", type=whole(1, 10**7), default=2, help="default: 2 (bf16)")
+    return parser
+
+
+def parse_shape(text: str) -> tuple[str, tuple[int, ...]]:
+    """Parse `2.5d=4x4x4` into a mode's name and its axes' sizes."""
+    name, _, sizes = text.partition("=")
+    if name not in MODES:
+        raise argparse.ArgumentTypeError(f"{shorten(text)}: the modes are {', '.join(MODES)}")
+    shape = tuple(whole_number(size) or 0 for size in sizes.split("x")[:10])
+    axes = MODES[name].axis_names
+    if len(shape) != len(axes) or min(shape) < 1:
+        example = "x".join("2" for _ in axes)
+        raise argparse.ArgumentTypeError(
+            f"{shorten(text)}: {name} has {len(axes)} axes {', '.join(axes)}, as in {name}={example}"
+        )
+    return name, shape
+
+
+if __name__ == "__main__":
+    parse_first(make_parser())
+
+from megatron3d.model.linear_spec import linear_sizes
+from megatron3d.parallel.layout import Layout
+from megatron3d.parallel.matmul_plan import MatmulPlan, Traffic, traffic
 
 HEADER = ("ranks", "mode", "form", "shape", "residual", "weights", "calls", "GB sent", "of 1-D", "GB over each axis")
 ALIGN = ("--:", ":--", ":--", ":--", "--:", "--:", "--:", "--:", "--:", ":--")
@@ -107,21 +142,6 @@ def gigabytes(wire_bytes: float) -> str:
     return f"{wire_bytes / 1e9:.2f}"
 
 
-def parse_shape(text: str) -> tuple[str, tuple[int, ...]]:
-    """Parse `2.5d=4x4x4` into a mode's name and its axes' sizes."""
-    name, _, sizes = text.partition("=")
-    if name not in MODES:
-        raise argparse.ArgumentTypeError(f"{shorten(text)}: the modes are {', '.join(MODES)}")
-    shape = tuple(whole_number(size) or 0 for size in sizes.split("x")[:10])
-    axes = MODES[name].axis_names
-    if len(shape) != len(axes) or min(shape) < 1:
-        example = "x".join("2" for _ in axes)
-        raise argparse.ArgumentTypeError(
-            f"{shorten(text)}: {name} has {len(axes)} axes {', '.join(axes)}, as in {name}={example}"
-        )
-    return name, shape
-
-
 def show(arguments: argparse.Namespace) -> None:
     """Print the table."""
     for name, shape in arguments.shape:
@@ -137,17 +157,7 @@ def show(arguments: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool and return its exit code."""
-    parser = ToolParser(prog="show_traffic", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--hidden-size", type=whole(1, 10**7), required=True)
-    parser.add_argument("--ffn-hidden-size", type=whole(1, 10**7), help="default: 4 times the hidden size")
-    parser.add_argument("--seq-length", type=whole(1, 10**7), required=True)
-    parser.add_argument("--micro-batch-size", type=whole(1, 10**7), required=True, help="sequences")
-    parser.add_argument("--num-ranks", type=whole(1, MAX_RANKS), nargs="+", required=True, help="tensor-parallel sizes")
-    parser.add_argument(
-        "--shape", type=parse_shape, nargs="+", default=[], metavar="MODE=AxBxC", help="beside the default ones"
-    )
-    parser.add_argument("--bytes-per-element", type=whole(1, 10**7), default=2, help="default: 2 (bf16)")
-    return run_tool(show, parser, argv)
+    return run_tool(show, make_parser(), argv)
 
 
 if __name__ == "__main__":

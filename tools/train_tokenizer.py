@@ -21,19 +21,10 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
-from megatron3d.data.preprocess.inputs import find_inputs
-from megatron3d.data.preprocess.readers import TEXT_KEY
-from megatron3d.data.preprocess.tokenizer_training import (
-    TrainingText,
-    collect_characters,
-    train_byte_level,
-    train_sentencepiece,
-)
-from megatron3d.data.token_files.files import replace_output, with_suffix
-from megatron3d.data.tokenizers.tokenizer import MAX_VOCAB_SIZE, build_tokenizer
+from megatron3d.data.option_table import TEXT_KEY
 from megatron3d.errors import UserError
 from megatron3d.runtime.arguments import ToolParser, add_overwrite, real, require_free, whole
-from megatron3d.runtime.program import run_tool, spinner
+from megatron3d.runtime.program import parse_first, run_tool, spinner
 
 # By --type, the tokenizer that reads the model and the suffix of its file.
 OUTPUTS = {
@@ -42,6 +33,35 @@ OUTPUTS = {
     "byte-bpe": ("HuggingFaceTokenizer", ".tokenizer.json"),
     "char": ("CharTokenizer", ".json"),
 }
+
+
+def make_parser() -> ToolParser:
+    """Return the parser of the command line."""
+    parser = ToolParser(prog="train_tokenizer", description=__doc__.partition("\n")[0])
+    parser.add_argument("--input", nargs="+", required=True, help="files, folders or globs")
+    parser.add_argument("--json-keys", nargs="+", default=[TEXT_KEY], help="keys of a .jsonl line that hold text")
+    parser.add_argument("--output-prefix", "--model-prefix", type=Path, required=True, help="the model without suffix")
+    parser.add_argument("--type", choices=OUTPUTS, default="bpe")
+    parser.add_argument(
+        "--vocab-size", type=whole(1, 10**8), help="number of tokens, with the end of a document and the bytes"
+    )
+    parser.add_argument("--max-mb", type=real(), default=20.0, help="train on this much, evenly spread; char reads all")
+    add_overwrite(parser)
+    return parser
+
+
+if __name__ == "__main__":
+    parse_first(make_parser())
+
+from megatron3d.data.preprocess.inputs import find_inputs
+from megatron3d.data.preprocess.tokenizer_training import (
+    TrainingText,
+    collect_characters,
+    train_byte_level,
+    train_sentencepiece,
+)
+from megatron3d.data.token_files.files import replace_output, with_suffix
+from megatron3d.data.tokenizers.tokenizer import MAX_VOCAB_SIZE, build_tokenizer
 
 
 def train(text: TrainingText, kind: str, vocab_size: int) -> bytes:
@@ -90,17 +110,7 @@ def train_tokenizer(arguments: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool and return its exit code."""
-    parser = ToolParser(prog="train_tokenizer", description=__doc__.partition("\n")[0])
-    parser.add_argument("--input", nargs="+", required=True, help="files, folders or globs")
-    parser.add_argument("--json-keys", nargs="+", default=[TEXT_KEY], help="keys of a .jsonl line that hold text")
-    parser.add_argument("--output-prefix", "--model-prefix", type=Path, required=True, help="the model without suffix")
-    parser.add_argument("--type", choices=OUTPUTS, default="bpe")
-    parser.add_argument(
-        "--vocab-size", type=whole(1, 10**8), help="number of tokens, with the end of a document and the bytes"
-    )
-    parser.add_argument("--max-mb", type=real(), default=20.0, help="train on this much, evenly spread; char reads all")
-    add_overwrite(parser)
-    return run_tool(train_tokenizer, parser, argv)
+    return run_tool(train_tokenizer, make_parser(), argv)
 
 
 if __name__ == "__main__":

@@ -14,14 +14,46 @@ from __future__ import annotations
 
 import megatron3d.runtime.interrupt  # noqa: F401
 
-import argparse
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from megatron3d.attention.context.plan import head_axes
 from megatron3d.config.cli import ConfigParser
+from megatron3d.errors import UserError
+from megatron3d.parallel.mesh import CONTEXT, Mesh
+from megatron3d.parallel.modes import MODES
+from megatron3d.runtime import process
+from megatron3d.runtime.arguments import real, whole
+from megatron3d.runtime.program import parse_first
+
+
+def make_parser() -> ConfigParser:
+    """Return the parser of `--config FILE [--world-size N] [--steps N] [section.key=value ...]`."""
+    parser = ConfigParser("verify_layout.py", __doc__.split(":")[0])
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument(
+        "--world-size",
+        type=whole(1, 10**6),
+        help="processes of the real run; default: TP x CP x PP, times what EP and ETP need, and twice that if possible",
+    )
+    parser.add_argument("--steps", type=whole(1, 1000), default=3)
+    parser.add_argument("--tolerance", type=real(0, 1), default=1e-10, help="relative")
+    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help="what the ranks compute on")
+    parser.add_argument(
+        "--lag-ms",
+        type=real(0, 1000),
+        default=0.0,
+        help="start every collective later by this, with its output poisoned, so that a missing wait is found",
+    )
+    parser.add_overrides("values that replace those in the file")
+    return parser
+
+
+if __name__ == "__main__":
+    parse_first(make_parser())
+
+from megatron3d.attention.context.plan import head_axes
 from megatron3d.config.read import read_config
 from megatron3d.config.report import batch_arithmetic
 from megatron3d.config.run_spec import RunSpec
@@ -29,11 +61,6 @@ from megatron3d.config.schema import Config, ModelConfig, ParallelConfig
 from megatron3d.config.validate.facts import Facts
 from megatron3d.config.validate.layout import file_problems
 from megatron3d.config.validate.rules import check
-from megatron3d.errors import UserError
-from megatron3d.parallel.mesh import CONTEXT, Mesh
-from megatron3d.parallel.modes import MODES
-from megatron3d.runtime import process
-from megatron3d.runtime.arguments import real, whole
 
 VOCAB_SIZE = 61
 HEAD_SIZE = 8
@@ -45,7 +72,7 @@ MAX_RANKS = 16
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Shrink the configuration, run it and one process, and compare."""
-    args = parse_args(argv)
+    args = make_parser().parse_args(argv)
     config = read_config(args.config, args.overrides).config
     world_size = args.world_size or default_world_size(config)
     UserError.collect((*problems(config, world_size), *missing_device(args.device)))
@@ -100,28 +127,6 @@ def too_large(small: Config, num_ranks: int) -> Iterator[str]:
             f"{num_ranks} processes with the other axes at 2, more than {MAX_RANKS}; verify a file of at most "
             f"{MAX_RANKS * ranks // num_ranks} ranks, or with fewer axes"
         )
-
-
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse `--config FILE [--world-size N] [--steps N] [section.key=value ...]`."""
-    parser = ConfigParser("verify_layout.py", __doc__.split(":")[0])
-    parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument(
-        "--world-size",
-        type=whole(1, 10**6),
-        help="processes of the real run; default: TP x CP x PP, times what EP and ETP need, and twice that if possible",
-    )
-    parser.add_argument("--steps", type=whole(1, 1000), default=3)
-    parser.add_argument("--tolerance", type=real(0, 1), default=1e-10, help="relative")
-    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help="what the ranks compute on")
-    parser.add_argument(
-        "--lag-ms",
-        type=real(0, 1000),
-        default=0.0,
-        help="start every collective later by this, with its output poisoned, so that a missing wait is found",
-    )
-    parser.add_overrides("values that replace those in the file")
-    return parser.parse_args(argv)
 
 
 def shrink(config: Config, world_size: int) -> tuple[Config, int]:

@@ -18,6 +18,8 @@ from megatron3d.attention.rotary_spec import LINEAR, LLAMA3, LONGROPE, YARN, lon
 from megatron3d.model.spec import Architecture, later_options
 
 HubConfig = Mapping[str, JsonValue]
+# Dtypes of weights that are written, as the option --dtype and as torch name them.
+DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 
 
 def show(value: object) -> str:

@@ -33,7 +33,7 @@ from megatron3d.config.model_defaults import resolve_architecture
 from megatron3d.config.schema import ModelConfig
 from megatron3d.convert.config_json import class_name_of, language_model, model_type_of, read_settings
 from megatron3d.convert.family_table import MODEL_TYPES, WHOLE_MODELS
-from megatron3d.convert.fields import HubConfig, WholeModel
+from megatron3d.convert.fields import DTYPE_NAMES, HubConfig, WholeModel
 from megatron3d.convert.tensor_names import LAYER, MTP_COPIES, TIED_HEAD, FileTensor, Place, RowRange, file_tensors
 from megatron3d.data.token_files.files import is_path
 from megatron3d.data.tokenizers.special_tokens import MAX_BYTES
@@ -45,7 +45,7 @@ from megatron3d.runtime.arguments import read_limited
 from megatron3d.runtime.files import fsync, retried, write_text
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, full) for name, full in DTYPE_NAMES.items()}
 _NAMES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 # Tensors that old versions saved with the weights: causal masks and rotary frequencies.
 _CONSTANTS = re.compile(r"((h\.\d+\.attn|layers\.\d+\.attention)\.(bias|masked_bias)|rotary_emb\.inv_freq)$")

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron3d.config.cli import ConfigParser, resolve
+from megatron3d.config.cli import ConfigParser
 from megatron3d.config.read import read_config
+from megatron3d.config.resolve import resolve
 from megatron3d.errors import ExitCode, UserError
 from megatron3d.launch import requeue
 from megatron3d.runtime import process

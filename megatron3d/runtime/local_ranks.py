@@ -73,7 +73,11 @@ class LocalRanks:
 
     def prepare(self) -> int:
         """Import what the ranks need; raises UserError for what is wrong with the command line."""
-        self._num_ranks = _typed_ranks(self._arguments) or _num_gpus() or 1
+        typed = _typed_ranks(self._arguments)
+        if {"-h", "--help"} & {*self._arguments}:  # the program's, which ends here, before GPUs are counted
+            sys.argv = [self._program, *self._arguments]
+            runpy.run_path(self._program, run_name="__main__")
+        self._num_ranks = typed or _num_gpus() or 1
         process.limit_threads(self._num_ranks)
         gc.disable()  # modules are no garbage
         module = runpy.run_path(self._program, run_name=Path(self._program).stem)

@@ -174,6 +174,22 @@ def _flushed(work: Callable[[], int]) -> int:
     return code
 
 
+def parse_first(parser: argparse.ArgumentParser) -> None:
+    """Answer `--help` and refuse a wrong command line before a program imports libraries, which takes seconds.
+
+    Programs call it between the imports of their parser and all others; their `main` parses again.
+    """
+
+    def parse() -> int:
+        parser.parse_args()
+        return ExitCode.DONE
+
+    prepared = signal.getsignal(signal.SIGINT)
+    if code := exit_code_of(parse, _tell_as(parser.prog), "stopped; nothing was written"):
+        sys.exit(code)
+    signal.signal(signal.SIGINT, prepared)
+
+
 def run_tool(
     work: Callable[[argparse.Namespace], None], parser: argparse.ArgumentParser, argv: Sequence[str] | None
 ) -> int:
@@ -186,11 +202,15 @@ def run_tool(
         work(parser.parse_args(argv))
         return ExitCode.DONE
 
+    return exit_code_of(run, _tell_as(parser.prog), "stopped; nothing was written")
+
+
+def _tell_as(program: str) -> Callable[[Sequence[str]], None]:
     def tell(problems: Sequence[str]) -> None:
         for problem in problems:
-            print(f"{parser.prog}: {problem}", file=sys.stderr)
+            print(f"{program}: {problem}", file=sys.stderr)
 
-    return exit_code_of(run, tell, "stopped; nothing was written")
+    return tell
 
 
 def byte_progress(*more: str) -> progress.Progress:

@@ -26,7 +26,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron3d.comm.recording import RecordedCall, Recorder
-from megatron3d.config.cli import Arguments, resolve
+from megatron3d.config.cli import Arguments
+from megatron3d.config.resolve import resolve
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.data.loader import Microbatch
 from megatron3d.data.tokenizers.tokenizer import build_tokenizer

@@ -12,8 +12,8 @@ from unittest import mock
 
 from markupsafe import Markup
 
-from megatron3d.config.cli import parameter_line, resolve
 from megatron3d.config.report import batch_arithmetic, render
+from megatron3d.config.resolve import parameter_line, resolve
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.forecast.time.hardware import FOLDER, load_accelerator, load_cluster
 from megatron3d.forecast.time.step import make_machine, predict_time

@@ -209,7 +209,7 @@ def test_what_cannot_be_taken_is_named(trained: Path, tmp_path: Path, capsys: py
     assert convert_checkpoint.main(typed) == ExitCode.USER_ERROR
     assert "--iteration: not used with from-hf, only with to-hf and to-dcp and to-megatron" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        generate.parse_args(["--load", "run", "--iteration", "worst"])
+        generate.make_parser().parse_args(["--load", "run", "--iteration", "worst"])
 
 
 def test_a_removed_best_checkpoint_is_replaced_by_the_next_best_one(

@@ -31,6 +31,21 @@ def test_the_list_of_commands_needs_no_library() -> None:
     assert (shown.returncode, shown.stderr, shown.stdout) == (0, "", f"{usage()}\nset()\n")
 
 
+@pytest.mark.parametrize("program", [*COMMANDS, *sorted(path.name for path in ROOT.glob("tools/*.py"))])
+def test_help_imports_no_library(program: str) -> None:
+    """Not by the clock: numpy takes a tenth of a second, and torch and matplotlib take more than one."""
+    if program in COMMANDS:
+        typed = [str(ROOT / "megatron3d/__main__.py"), program, "--help"]
+    else:
+        typed = [str(ROOT / "tools" / program), "--help"]
+        if '__name__ == "__main__"' not in Path(typed[0]).read_text():
+            return  # a part of tools/calibrate.py
+    ended = "import atexit, sys; atexit.register(lambda: print({'torch', 'numpy', 'matplotlib'} & {*sys.modules}))"
+    shown = done("-c", f"{ended}; import runpy; sys.argv = {typed}; runpy.run_path(sys.argv[0], run_name='__main__')")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert shown.stdout.startswith("usage: ") and shown.stdout.endswith("\nset()\n")
+
+
 def test_an_unknown_command_is_refused_with_the_list() -> None:
     outcome = done("-m", "megatron3d", "pretrain")
     assert (outcome.returncode, outcome.stdout) == (2, "")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron3d.config.cli import resolve
+from megatron3d.config.resolve import resolve
 from megatron3d.errors import ExitCode
 from megatron3d.metrics.journal import read_journal
 from megatron3d.pipeline.schedules import SCHEDULES

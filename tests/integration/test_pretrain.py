@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron3d.config.cli import resolve
 from megatron3d.config.read import read_config
+from megatron3d.config.resolve import resolve
 from megatron3d.metrics.journal import read_journal
 from tests.support.tiny_run import ROOT, evaluations, in_run, launch_forked, run, steps, write_config
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron3d.config.cli import parse_args, resolve
+from megatron3d.config.cli import parse_args
+from megatron3d.config.resolve import resolve
 from tests.support.tiny_run import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))

@@ -24,8 +24,9 @@ from unittest import mock
 import pytest
 
 import pretrain_gpt
-from megatron3d.config.cli import ConfigParser, parse_args, resolve
+from megatron3d.config.cli import ConfigParser, parse_args
 from megatron3d.config.read import read_config
+from megatron3d.config.resolve import resolve
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.runtime import process
 from tests.support.pool import Pool

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 
 import pretrain_gpt
 from megatron3d.checkpoint.index import read_index
-from megatron3d.config.cli import resolve
+from megatron3d.config.resolve import resolve
 from megatron3d.data.token_files.indexed import token_dtype
 from megatron3d.data.token_files.writer import IndexedWriter
 from megatron3d.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer

@@ -10,7 +10,7 @@ from megatron3d.config.schema import Config
 from megatron3d.config.validate.facts import Facts, MissingHere, plain, unreadable
 from megatron3d.config.validate.layout import file_problems
 from megatron3d.data.corpus.plan import parse_paths, parse_split
-from megatron3d.data.preprocess.inputs import HF_PREFIX
+from megatron3d.data.option_table import HF_PREFIX
 from megatron3d.errors import UserError, is_machine_fault
 from megatron3d.runtime.files import retried
 

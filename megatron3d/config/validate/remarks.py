@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron3d.config.schema import ModelConfig
 from megatron3d.config.validate.facts import Facts, plain
-from megatron3d.data.preprocess.inputs import HF_PREFIX
+from megatron3d.data.option_table import HF_PREFIX
 
 DYNAMIC = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 SAVING = (

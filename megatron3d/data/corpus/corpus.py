@@ -32,9 +32,10 @@ from megatron3d.data.corpus.plan import (
     whole_parts,
 )
 from megatron3d.data.corpus.stream import StreamedDataset, StreamedSamples
+from megatron3d.data.option_table import HF_PREFIX
 from megatron3d.data.packing import Packing
 from megatron3d.data.preprocess.encode import EncoderSpec
-from megatron3d.data.preprocess.inputs import HF_PREFIX, num_shards
+from megatron3d.data.preprocess.inputs import num_shards
 from megatron3d.data.token_files.indexed import BLOCK, IndexedDataset
 from megatron3d.data.tokenizers.tokenizer import Tokenizer
 from megatron3d.errors import UserError

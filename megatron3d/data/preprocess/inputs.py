@@ -21,12 +21,10 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 
 from megatron3d.data.corpus.plan import permute
+from megatron3d.data.option_table import HF_PREFIX
 from megatron3d.data.token_files.files import BLOCK_BYTES
 from megatron3d.errors import UserError
 from megatron3d.runtime.arguments import MAX_SHARDS, shorten, whole_number
-
-HF_PREFIX = "hf:"
-"""Distinguishes the name of a dataset from the prefix of token files."""
 
 
 def parse_name(text: str) -> tuple[str, str | None, str]:

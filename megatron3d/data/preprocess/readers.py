@@ -18,11 +18,11 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, BinaryIO
 
+from megatron3d.data.option_table import TEXT_KEY
 from megatron3d.data.preprocess.inputs import InputChunk, open_decompressed, open_parquet, open_shard
 from megatron3d.errors import UserError
 from megatron3d.runtime.arguments import shorten
 
-TEXT_KEY = "text"
 BYTE_ORDER_MARK = "\ufeff"
 """First character of files that some Windows programs write; it is not text."""
 

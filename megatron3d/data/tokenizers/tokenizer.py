@@ -20,6 +20,7 @@ import numpy.typing as npt
 import sentencepiece
 import tokenizers
 
+from megatron3d.data.option_table import TOKENIZER_TYPES
 from megatron3d.data.tokenizers.special_tokens import END_TOKENS, SpecialTokens, Vocabulary, declared_tokens, template
 from megatron3d.errors import UserError
 from megatron3d.runtime.arguments import read_limited, shorten
@@ -364,7 +365,7 @@ _TYPES: dict[str, Callable[[str | None], Tokenizer]] = {
     "ByteTokenizer": ByteTokenizer,
     "CharTokenizer": CharTokenizer,
 }
-TOKENIZER_TYPES = tuple(_TYPES)
+assert tuple(_TYPES) == TOKENIZER_TYPES, "option_table.py names the same types"
 
 
 def build_tokenizer(tokenizer_type: str, tokenizer_model: str | None) -> Tokenizer:

@@ -135,5 +135,5 @@ def test_bad_input(folder: Path, capsys: pytest.CaptureFixture[str], name: str) 
 @pytest.mark.parametrize("typed", [["--samples", "0"], ["--micro-batch-size", "-1"], ["--split", "half"]])
 def test_bad_options(typed: list[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        evaluate.parse_args(["--load", "run", *typed])
+        evaluate.make_parser().parse_args(["--load", "run", *typed])
     assert stopped.value.code == 2

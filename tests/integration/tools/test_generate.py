@@ -64,7 +64,7 @@ def text(folder: Path, capsys: pytest.CaptureFixture[str], typed: list[str]) -> 
 
 def texts(rank: int, world_size: int, folder: Path, typed: list[str], layouts: list[list[str]]) -> list[str]:
     """Return the texts that a rank would print in each layout."""
-    args = generate.parse_args(["--load", str(folder), *typed])
+    args = generate.make_parser().parse_args(["--load", str(folder), *typed])
     checkpoint, tokenizer = generate.resolve(folder), ByteTokenizer(None)  # type: ignore[attr-defined]
     here = process.Runtime(rank, world_size, rank, torch.device("cpu"))
     found = []
@@ -222,7 +222,9 @@ def test_top_p_chooses_among_the_likeliest(folder: Path, capsys: pytest.CaptureF
 
 def talked(rank: int, world_size: int, folder: Path, parallel: list[str], lines: str, presses: list[int]) -> str:
     """Return what a rank prints of a conversation; rank 0 gets Ctrl-C as before its n-th token for n in `presses`."""
-    args = generate.parse_args(["--load", str(folder), "--interactive", *GREEDY[2:], "--max-new-tokens", "12"])
+    args = generate.make_parser().parse_args(
+        ["--load", str(folder), "--interactive", *GREEDY[2:], "--max-new-tokens", "12"]
+    )
     checkpoint, tokenizer = generate.resolve(folder), ByteTokenizer(None)  # type: ignore[attr-defined]
     here = process.Runtime(rank, world_size, rank, torch.device("cpu"))
     config = generate.read_run(checkpoint, parallel, world_size)  # type: ignore[attr-defined]
@@ -397,5 +399,5 @@ def test_bad_input(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
 )
 def test_bad_options(typed: list[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        generate.parse_args(["--load", "run", *typed])
+        generate.make_parser().parse_args(["--load", "run", *typed])
     assert stopped.value.code == 2

@@ -366,5 +366,5 @@ def test_what_is_typed_wrong_is_refused(
     with serve.listen("127.0.0.1", 0) as taken, pytest.raises(UserError, match="in use; use another port"):
         serve.listen("127.0.0.1", taken.getsockname()[1])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    (missing,) = serve.problems(serve.parse_args(["--load", str(folder)]))
+    (missing,) = serve.problems(serve.make_parser().parse_args(["--load", str(folder)]))
     assert missing == "starlette and uvicorn: not installed, and a server needs it; pip install 'megatron3d[serve]'"

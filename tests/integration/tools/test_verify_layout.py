@@ -192,7 +192,7 @@ def test_bad_input(capsys: pytest.CaptureFixture[str], name: str) -> None:
 @pytest.mark.parametrize("typed", [["--steps", "0"], ["--world-size", "0"], ["--tolerance", "small"], ["--chek"]])
 def test_bad_options(typed: list[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        verify_layout.parse_args(["--config", "x", *typed])
+        verify_layout.make_parser().parse_args(["--config", "x", *typed])
     assert stopped.value.code == 2
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron3d.config.cli import parse_args, resolve, run_check
+from megatron3d.config.cli import parse_args
+from megatron3d.config.resolve import resolve, run_check
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.files import check_files
 from megatron3d.config.validate.rules import check

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron3d.config.cli import Arguments, run_check
+from megatron3d.config.cli import Arguments
 from megatron3d.config.read import MAX_PROBLEMS, SECTIONS, read_config
+from megatron3d.config.resolve import run_check
 from megatron3d.config.schema import Config
 from megatron3d.config.yaml_origins import parse_value, show
 from megatron3d.errors import UserError

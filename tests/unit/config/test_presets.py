@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron3d.config.cli import parameter_line, parse_args, run_check
+from megatron3d.config.cli import parse_args
 from megatron3d.config.read import read_config
 from megatron3d.config.report import batch_arithmetic
+from megatron3d.config.resolve import parameter_line, run_check
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.validate.rules import check
 from megatron3d.parallel.modes import MODES, build_mode

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron3d.data.option_table import TOKENIZER_TYPES
 from megatron3d.data.preprocess.tokenizer_training import TrainingText, train_byte_level, train_sentencepiece
-from megatron3d.data.tokenizers.tokenizer import TOKENIZER_TYPES, build_tokenizer
+from megatron3d.data.tokenizers.tokenizer import build_tokenizer
 from megatron3d.errors import UserError
 
 TEXT = "def main(argv):\n    return 'über', argv[1:]\n"

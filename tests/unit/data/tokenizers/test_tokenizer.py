@@ -9,8 +9,9 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron3d.data.option_table import TOKENIZER_TYPES
 from megatron3d.data.preprocess.tokenizer_training import TrainingText, collect_characters, train_sentencepiece
-from megatron3d.data.tokenizers.tokenizer import TOKENIZER_TYPES, build_tokenizer
+from megatron3d.data.tokenizers.tokenizer import build_tokenizer
 from megatron3d.errors import UserError
 
 CODE = Path(json.__file__).with_name("decoder.py").read_text(encoding="utf-8")

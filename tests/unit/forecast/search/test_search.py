@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron3d.attention.context.plan import CONTEXT_EXCHANGES
-from megatron3d.config.cli import resolve
+from megatron3d.config.resolve import resolve
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
