@@ -38,7 +38,7 @@ bash scripts/launch_local.sh "$processes" --config configs/quickstart.yaml "${pr
     fail "training did not reach its end; what was saved is kept: run this again to go on from there"
 
 step "Curves"
-"$python" tools/plot_run.py "$out/checkpoints" --output "$out/curves.png" --overwrite
+"$python" tools/plot_run.py --load "$out/checkpoints" --output "$out/curves.png" --overwrite
 echo "$out/curves.png"
 
 step "A sample"

@@ -306,6 +306,7 @@ LIBRARY_ATTRIBUTES = {
     "megatron3d.convert.tokenizer": {"pre_tokenizer", "decoder", "normalizer", "post_processor"},
     "megatron3d.data.preprocess.tokenizer_training": {"pre_tokenizer", "decoder"},
     "megatron3d.runtime.program": {"stdout", "stderr"},
+    "megatron3d.runtime.arguments": {"required"},
     # In the process of a forked rank, which becomes what the program would have been started as.
     "megatron3d.runtime.local_ranks": {"argv", "stdout", "stderr", "excepthook", "__file__"},
     "megatron3d.model.compile": {"forward", "fail_on_recompile_limit_hit", "recompile_limit"},

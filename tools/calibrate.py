@@ -29,7 +29,7 @@ def make_parser() -> ToolParser:
     parser.add_argument(
         "--network", metavar="NAME", help="cluster with the links between nodes, or of a machine with one GPU"
     )
-    parser.add_argument("--seconds", type=real(0.001, 3600), default=1.0, help="for each measurement (default: 1)")
+    parser.add_argument("--seconds", type=real(0.001, 3600), default=1.0, help="for each measurement")
     add_overwrite(parser)
     return parser
 

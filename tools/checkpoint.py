@@ -1,9 +1,9 @@
 """Inspect, verify, compare and average checkpoints of any layout, in one process and with little memory.
 
-    checkpoint.py inspect  RUN                print metadata, and number and size of the tensors
-    checkpoint.py verify   RUN ...            verify every byte with its checksum
-    checkpoint.py diff     RUN OTHER          print metadata and tensors that differ; exit code 1 where any does
-    checkpoint.py average  RUN ... --save NEW save the mean of the weights as a checkpoint of weights
+    checkpoint.py inspect  --load RUN                print metadata, and number and size of the tensors
+    checkpoint.py verify   --load RUN ...            verify every byte with its checksum
+    checkpoint.py diff     --load RUN OTHER          print metadata and tensors that differ; exit code 1 where any does
+    checkpoint.py average  --load RUN ... --save NEW save the mean of the weights as a checkpoint of weights
 
 RUN is the folder of a run, which stands for its newest checkpoint (for verify: all), or an iter_ folder.
 """
@@ -24,7 +24,7 @@ from pathlib import Path
 from megatron3d.errors import ExitCode, UserError, one_line
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.runtime import process
-from megatron3d.runtime.arguments import ToolParser, require_free, whole
+from megatron3d.runtime.arguments import CHECKPOINT, ToolParser, add_load, require_free, whole
 from megatron3d.runtime.program import parse_first
 
 
@@ -35,15 +35,15 @@ def make_parser() -> ToolParser:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("inspect", help="print metadata and sizes of a checkpoint")
-    one.add_argument("load", type=Path)
+    add_load(one, CHECKPOINT)
     one.add_argument("--tensors", action="store_true", help="list every tensor")
     every = commands.add_parser("verify", help="verify every byte with its checksum")
-    every.add_argument("load", type=Path, nargs="+")
+    add_load(every, f"{CHECKPOINT}; of a run, all are verified", "+")
     every.add_argument("--workers", type=whole(1, 1000), default=4, help="number of files read in parallel")
     two = commands.add_parser("diff", help="print the differences between two checkpoints")
-    two.add_argument("load", type=Path, nargs=2)
+    add_load(two, CHECKPOINT, 2)
     many = commands.add_parser("average", help="save the mean of the weights of several checkpoints")
-    many.add_argument("load", type=Path, nargs="+")
+    add_load(many, CHECKPOINT, "+")
     many.add_argument("--save", type=Path, required=True, help="folder of the new run")
     return parser
 

@@ -1,9 +1,9 @@
-"""Convert checkpoints to and from Hugging Face: `convert_checkpoint.py {from-hf,to-hf} --input FOLDER --output FOLDER`.
+"""Convert checkpoints to and from Hugging Face: `convert_checkpoint.py {from-hf,to-hf} --load FOLDER --output FOLDER`.
 
-`config --input FOLDER --output FILE` writes the configuration of a run that starts from a Hugging Face folder as it is.
-`to-dcp --input RUN --output FOLDER` writes all tensors of a checkpoint for torch.distributed.checkpoint.
-`from-megatron --input FOLDER --output RUN` reads a checkpoint that Megatron-LM saved with `--ckpt-format torch_dist`,
-and `to-megatron --input RUN --output FOLDER` writes one.
+`config --load FOLDER --output FILE` writes the configuration of a run that starts from a Hugging Face folder as it is.
+`to-dcp --load RUN --output FOLDER` writes all tensors of a checkpoint for torch.distributed.checkpoint.
+`from-megatron --load FOLDER --output RUN` reads a checkpoint that Megatron-LM saved with `--ckpt-format torch_dist`,
+and `to-megatron --load RUN --output FOLDER` writes one.
 
 Tensors are converted one by one.  EQUAL is printed after our GPT and the Hugging Face model have computed the same
 logits for stored inputs.  Exit codes: 0 converted, 1 the logits differ, 2 wrong input; 1 and 2 write nothing.
@@ -31,20 +31,22 @@ FROM_HF, TO_HF = "from-hf", "to-hf"
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> ToolParser:
     """Return the parser: both directions and the start of a run with one set of options."""
     parser = ToolParser("convert_checkpoint.py", description=__doc__.split(":")[0], allow_abbrev=False)
     parser.add_argument("direction", choices=(FROM_HF, TO_HF, CONFIG, TO_TORCH, FROM_MEGATRON, TO_MEGATRON))
     parser.add_argument(
-        "--input",
+        "--load",
         type=Path,
         required=True,
+        metavar="FOLDER",
         help="a folder of Hugging Face or Megatron-LM; or a run, or its checkpoint",
     )
     parser.add_argument(
         "--output", type=Path, required=True, help="a folder, or with config a file, that does not exist yet"
     )
-    add_iteration(parser, "--input")
+    parser.add_alias("--input", "--load")
+    add_iteration(parser)
     parser.add_argument("--dtype", choices=DTYPE_NAMES, help="of the weights that are written; default: as they are")
     parser.add_argument(
         "--max-shard-size", type=_size, help="of a safetensors file, such as 500MB; with to-hf; default: 5GB"
@@ -150,7 +152,7 @@ def convert(args: argparse.Namespace) -> None:
     """Convert the checkpoint, and unless told otherwise print the comparisons of the logits."""
     UserError.collect(_unused(args))
     request = ConversionRequest(
-        source=args.input if args.iteration is None else resolve(args.input, args.iteration),
+        source=args.load if args.iteration is None else resolve(args.load, args.iteration),
         target=args.output,
         dtype=DTYPES[args.dtype] if args.dtype else None,
         max_shard_bytes=args.max_shard_size or MAX_SHARD_BYTES,

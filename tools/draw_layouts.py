@@ -30,9 +30,7 @@ def make_parser() -> ToolParser:
     parser.add_argument("--mode", choices=MODES, help="default: every picture of the documentation")
     parser.add_argument("--form", help="default: the mode's first")
     parser.add_argument("--shape", type=whole(1, MAX_RANKS), nargs="+", metavar="N", help=f"default: {NUM_RANKS} ranks")
-    parser.add_argument(
-        "--rank", type=whole(0, MAX_RANKS), default=RANK, help="the coloured rank; default: %(default)s"
-    )
+    parser.add_argument("--rank", type=whole(0, MAX_RANKS), default=RANK, help="the coloured rank")
     parser.add_argument("--output", type=Path, required=True, help="a file; without --mode a folder")
     add_overwrite(parser)
     return parser

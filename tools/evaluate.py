@@ -17,7 +17,7 @@ from pathlib import Path
 from megatron3d.config.cli import ConfigParser
 from megatron3d.errors import ExitCode, UserError
 from megatron3d.runtime import process
-from megatron3d.runtime.arguments import add_iteration, positive, whole
+from megatron3d.runtime.arguments import CHECKPOINT, add_iteration, positive, whole
 from megatron3d.runtime.program import parse_first
 
 WHOLE, SPLITS = "whole", ("train", "valid", "test")
@@ -26,7 +26,7 @@ WHOLE, SPLITS = "whole", ("train", "valid", "test")
 def make_parser() -> ConfigParser:
     """Return the parser of `--load RUN [--split NAME] ... [section.key=value ...]`."""
     parser = ConfigParser("evaluate.py", __doc__.split(":")[0])
-    parser.add_argument("--load", type=Path, required=True, help="a run's folder, or one of its checkpoints")
+    parser.add_argument("--load", type=Path, required=True, metavar="RUN", help=CHECKPOINT)
     add_iteration(parser)
     parser.add_argument("--split", choices=(WHOLE, *SPLITS), default=WHOLE, help="of data.split; default: whole")
     parser.add_argument("--samples", type=positive, help="only this many windows from the start; default: all")

@@ -19,20 +19,22 @@ from typing import TextIO
 from megatron3d.config.cli import ConfigParser
 from megatron3d.errors import ExitCode, UserError
 from megatron3d.runtime import process
-from megatron3d.runtime.arguments import MAX_SEED, add_iteration, real, whole
+from megatron3d.runtime.arguments import CHECKPOINT, MAX_SEED, add_iteration, real, whole
 from megatron3d.runtime.program import parse_first
 
 
 def make_parser() -> ConfigParser:
     """Return the parser of `--load RUN [--prompt TEXT] ... [section.key=value ...]`."""
     parser = ConfigParser("generate.py", "Sample text from a checkpoint.")
-    parser.add_argument("--load", type=Path, required=True, help="a run's folder, or one of its checkpoints")
+    parser.add_argument("--load", type=Path, required=True, metavar="RUN", help=CHECKPOINT)
     add_iteration(parser)
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--prompt", action="append", help="several make a line of JSON each; default: a new line")
     source.add_argument("--prompts", type=Path, metavar="FILE", help="a prompt per line; a line of JSON for each")
     source.add_argument("--interactive", action="store_true", help="go on after each line; an empty one starts over")
-    parser.add_argument("--max-new-tokens", type=whole(0, 10**7), default=100)
+    parser.add_argument(
+        "--max-new-tokens", type=whole(0, 10**7), default=100, help="tokens that each text gets at most"
+    )
     parser.add_argument("--temperature", type=real(0, 1000), default=0.8, help="0: always the likeliest token")
     parser.add_argument("--top-k", type=whole(), default=0, help="sample from the k likeliest tokens; 0: from all")
     parser.add_argument(

@@ -31,7 +31,7 @@ def make_parser() -> ToolParser:
         "--documents", nargs="+", type=whole(-MAX_NUMBER), help="numbers of documents to show; -1 is the last"
     )
     parser.add_argument("--tokenizer-type", choices=TOKENIZER_TYPES, help="to show text; default: token ids")
-    parser.add_argument("--tokenizer-model")
+    parser.add_argument("--tokenizer-model", help="file of the tokenizer named by --tokenizer-type")
     parser.add_argument("--max-tokens", type=positive, default=1000, help="of each sequence")
     return parser
 

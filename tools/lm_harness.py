@@ -16,18 +16,20 @@ from pathlib import Path
 from megatron3d.config.cli import ConfigParser
 from megatron3d.errors import ExitCode, UserError
 from megatron3d.runtime import process
-from megatron3d.runtime.arguments import add_iteration, positive, whole
+from megatron3d.runtime.arguments import CHECKPOINT, add_iteration, positive, whole
 from megatron3d.runtime.program import parse_first
 
 
 def make_parser() -> ConfigParser:
     """Return the parser of `--load RUN --tasks NAME [NAME ...] ... [section.key=value ...]`."""
     parser = ConfigParser("lm_harness.py", __doc__.split(":")[0])
-    parser.add_argument("--load", type=Path, required=True, help="a run's folder, or one of its checkpoints")
+    parser.add_argument("--load", type=Path, required=True, metavar="RUN", help=CHECKPOINT)
     add_iteration(parser)
     parser.add_argument("--tasks", type=lambda text: text.split(","), required=True, help="names, between commas")
     parser.add_argument("--include-path", type=Path, help="a folder with tasks of your own")
-    parser.add_argument("--num-fewshot", type=whole(0, 1000))
+    parser.add_argument(
+        "--num-fewshot", type=whole(0, 1000), help="examples before each question; default: as the task says"
+    )
     parser.add_argument("--limit", type=positive, help="questions of each task; default: all")
     parser.add_argument("--batch-size", type=whole(1, 10**6), default=8, help="texts at a time")
     parser.add_overrides("on the run's configuration")

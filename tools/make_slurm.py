@@ -34,14 +34,20 @@ def make_parser() -> ConfigParser:
         help="configuration; saves to and loads from one folder",
     )
     add("--cluster", required=True, metavar="NAME", help="a file of megatron3d/hardware/clusters, or a path")
-    add("--nodes", type=whole(1, MAX_RANKS), required=True, metavar="N")
-    add("--time", default="24:00:00", metavar="LIMIT", help="time limit of each launch; default: %(default)s")
+    add(
+        "--nodes",
+        type=whole(1, MAX_RANKS),
+        required=True,
+        metavar="N",
+        help="nodes of the cluster, with all their GPUs",
+    )
+    add("--time", default="24:00:00", metavar="LIMIT", help="time limit of each launch")
     add(
         "--warn",
         type=positive,
         default=600,
         metavar="S",
-        help="seconds for saving before the limit; default: %(default)s",
+        help="seconds for saving before the limit",
     )
     add(
         "--sbatch",

@@ -25,7 +25,7 @@ def make_parser() -> ToolParser:
     parser.add_argument(
         "--input", nargs="+", required=True, help="prefixes of .bin and .idx, globs of them, or folders"
     )
-    parser.add_argument("--output-prefix", type=Path, required=True)
+    parser.add_argument("--output-prefix", type=Path, required=True, help="the token files without their endings")
     add_overwrite(parser)
     return parser
 

@@ -1,6 +1,6 @@
 """Plans a run before it starts: the fastest layouts on a cluster, one layout explained, or two compared.
 
-python tools/plan.py --config configs/gpt3-175b.yaml --cluster selene --num-gpus 1024 --output layout.yaml
+python tools/plan.py --config configs/gpt3-175b.yaml --cluster selene --world-size 1024 --output layout.yaml
 
 Times and memory are arithmetic (docs/planner.md); clusters and accelerators are the files of megatron3d/hardware/.
 """
@@ -30,7 +30,8 @@ def make_parser() -> ConfigParser:
         "--config", type=Path, metavar="FILE", help="model, batch and precision; its layout is replaced"
     )
     parser.add_argument("--cluster", metavar="NAME", help="a file of megatron3d/hardware/clusters, or a path")
-    parser.add_argument("--num-gpus", type=whole(1, 10**5), metavar="N", help="ranks")
+    parser.add_argument("--world-size", type=whole(1, 10**5), metavar="N", help="ranks, one per GPU")
+    parser.add_alias("--num-gpus", "--world-size")
     parser.add_argument("--vocab-size", type=whole(1, 10**8), help="where the configuration leaves it to the tokenizer")
     parser.add_argument(
         "--predict",
@@ -40,7 +41,7 @@ def make_parser() -> ConfigParser:
         help="rows of runs, one JSON object per line, or folders of runs; needs --output",
     )
     parser.add_argument("--tokens", type=real(1, 1e18), help="of the run; default: as many as configured")
-    parser.add_argument("--top", type=whole(1, 1000), default=10, help="layouts that are printed (default: 10)")
+    parser.add_argument("--top", type=whole(1, 1000), default=10, help="layouts that are printed")
     parser.add_argument("--modes", choices=list(MODES), nargs="+", default=list(MODES), help="only these tensor modes")
     told = "search until no layout that was not predicted can be faster"
     parser.add_argument("--thorough", action="store_true", help=told)
@@ -94,7 +95,7 @@ from megatron3d.forecast.time.practices import practice
 from megatron3d.forecast.time.step import simulated_step
 
 # Options next to those of a task that is not a search.
-ONE_LAYOUT = ("cluster", "num_gpus", "vocab_size", "practice", "picture", "overwrite", "overrides")
+ONE_LAYOUT = ("cluster", "world_size", "vocab_size", "practice", "picture", "overwrite", "overrides")
 USED: Mapping[str, Sequence[str]] = {
     "predict": ("output", "overwrite", "cluster"),
     "compare": ONE_LAYOUT,
@@ -136,12 +137,12 @@ def problem_of(arguments: argparse.Namespace, config: Config, num_ranks: int | N
     accelerator = load_cluster(arguments.cluster).accelerator
     spare = None if arguments.memory_margin is None else arguments.memory_margin / 100
     chosen = practice(arguments.practice, accelerator), read_fixed(arguments.fix), spare
-    return PlanningProblem(config, vocab_size, arguments.cluster, num_ranks or arguments.num_gpus, *chosen)
+    return PlanningProblem(config, vocab_size, arguments.cluster, num_ranks or arguments.world_size, *chosen)
 
 
 def planned(arguments: argparse.Namespace, path: Path) -> tuple[PredictedLayout, PlanningProblem]:
     """Predict the layout of a file."""
-    config = resolve(path, arguments.overrides, arguments.num_gpus, elsewhere=True, counted_by="--num-gpus").config
+    config = resolve(path, arguments.overrides, arguments.world_size, elsewhere=True).config
     problem = problem_of(arguments, config)
     return problem.predicted(layout_of(config), config), problem
 
@@ -167,7 +168,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.predict:
         predict(arguments)
         return
-    for name in ("cluster", "num_gpus"):
+    for name in ("cluster", "world_size"):
         if getattr(arguments, name) is None:
             raise UserError(f"--{name.replace('_', '-')}: missing; only --predict does without it")
     if arguments.compare:
@@ -197,7 +198,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.nearby:
         print("\n".join(["", *nearby_table(problem, best, search_nearby(problem, best))]))
     if arguments.output:
-        write(best, resolved, arguments.output, arguments.num_gpus)
+        write(best, resolved, arguments.output, arguments.world_size)
     speeds = scaling(arguments, resolved.config)
     if speeds:
         print("\n".join(["", *scaling_table(speeds)]))
@@ -271,7 +272,7 @@ def scaling(arguments: argparse.Namespace, config: Config) -> dict[int, float]:
     """Return tokens per second of the best layout for each number of ranks of --scale; the batch grows with them."""
     speeds = {}
     for num_ranks in arguments.scale or ():
-        size = max(config.train.global_batch_size * num_ranks // arguments.num_gpus, 1)
+        size = max(config.train.global_batch_size * num_ranks // arguments.world_size, 1)
         here = config.model_copy(update={"train": config.train.model_copy(update={"global_batch_size": size})})
         problem = problem_of(arguments, here, num_ranks)
         try:

@@ -1,7 +1,7 @@
 """Plot the metrics of one or several runs as curves in a picture, or of one run as an HTML page.
 
-python tools/plot_run.py RUN_FOLDER [RUN_FOLDER ...] --output curves.png
-python tools/plot_run.py RUN_FOLDER --output run.html --refresh 10      # again every 10 s, until the run ends
+python tools/plot_run.py --load RUN [RUN ...] --output curves.png
+python tools/plot_run.py --load RUN --output run.html --refresh 10      # again every 10 s, until the run ends
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron3d.errors import UserError
-from megatron3d.runtime.arguments import ToolParser, add_overwrite, require_free, whole
+from megatron3d.runtime.arguments import ToolParser, add_load, add_overwrite, require_free, whole
 from megatron3d.runtime.files import replace_file
 from megatron3d.runtime.program import parse_first, run_tool
 
@@ -23,10 +23,8 @@ from megatron3d.runtime.program import parse_first, run_tool
 def make_parser() -> ToolParser:
     """Return the parser of the command line."""
     parser = ToolParser(prog="plot_run", description=__doc__.partition("\n")[0])
-    parser.add_argument("run_folders", nargs="+", type=Path, metavar="RUN_FOLDER", help="checkpoint.save of a run")
-    parser.add_argument(
-        "--output", type=Path, default=Path("curves.png"), help="picture or .html to write; default: %(default)s"
-    )
+    add_load(parser, "checkpoint.save of a run", "+")
+    parser.add_argument("--output", type=Path, default=Path("curves.png"), help="picture or .html to write")
     parser.add_argument(
         "--refresh", type=whole(1, 86_400), metavar="SECONDS", help="draw again, until the runs have ended"
     )
@@ -49,7 +47,7 @@ PAGE = ".html"
 
 def plot(arguments: argparse.Namespace) -> None:
     """Write the plot and print its path; with `--refresh` update it until the run ends."""
-    folders, output = arguments.run_folders, arguments.output
+    folders, output = arguments.load, arguments.output
     if output.suffix == PAGE and len(folders) > 1:
         raise UserError(f"--output={output}: a page is of one run, and these are {len(folders)}; use .png")
     require_free("--output", [output], overwrite=arguments.overwrite)

@@ -38,8 +38,8 @@ def make_parser() -> ToolParser:
         help=f"files, folders, globs, or {HF_PREFIX}NAME_OR_FOLDER[@CONFIG][:SPLIT]",
     )
     add("--json-keys", nargs="+", default=[TEXT_KEY], help="keys of a line, columns of a row, that hold text")
-    add("--output-prefix", type=Path, required=True)
-    add("--tokenizer-type", choices=TOKENIZER_TYPES, default="SentencePieceTokenizer")
+    add("--output-prefix", type=Path, required=True, help="the token files, to which the key and the ending are added")
+    add("--tokenizer-type", choices=TOKENIZER_TYPES, default="SentencePieceTokenizer", help="of --tokenizer-model")
     add("--tokenizer-model", help="model file; none for ByteTokenizer")
     add("--append-eod", action="store_true", help="append the tokenizer's end-of-document token to every document")
     add(

@@ -24,14 +24,14 @@ from typing import TYPE_CHECKING, Any
 from megatron3d.config.cli import ConfigParser
 from megatron3d.errors import ExitCode, UserError
 from megatron3d.runtime import process
-from megatron3d.runtime.arguments import add_iteration, whole
+from megatron3d.runtime.arguments import CHECKPOINT, add_iteration, whole
 from megatron3d.runtime.program import StopSignal, parse_first
 
 
 def make_parser() -> ConfigParser:
     """Return the parser of `--load RUN [--host HOST] [--port PORT] ... [section.key=value ...]`."""
     parser = ConfigParser("serve.py", "Serve a checkpoint over OpenAI's completions API.")
-    parser.add_argument("--load", type=Path, required=True, help="a run's folder, or one of its checkpoints")
+    parser.add_argument("--load", type=Path, required=True, metavar="RUN", help=CHECKPOINT)
     add_iteration(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at; default: only this machine")
     parser.add_argument("--port", type=whole(0, 65535), default=8000, help="0: a free one, which is printed")

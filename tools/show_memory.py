@@ -2,7 +2,7 @@
 
 The Markdown table has bytes per rank over s b h (sequence length, sequences, hidden size), by activation recomputation.
 
-python tools/show_memory.py --hidden-size 12288 --num-attention-heads 128 --seq-length 2048 --num-ranks 1 8 64
+python tools/show_memory.py --hidden-size 12288 --num-attention-heads 128 --seq-length 2048 --world-size 1 8 64
 
 With --cluster, the operations of each of these layouts instead: FLOPs, bytes kept and sent, and predicted times.
 `local` is this machine, once tools/calibrate.py has measured it.
@@ -27,12 +27,20 @@ from megatron3d.runtime.program import parse_first, run_tool
 def make_parser() -> ToolParser:
     """Return the parser of the command line."""
     parser = ToolParser(prog="show_memory", description=(__doc__ or "").partition("\n\n")[0])
-    parser.add_argument("--family", choices=["gpt2", "llama"], default="gpt2")
-    parser.add_argument("--hidden-size", type=whole(1, 10**7), required=True)
-    parser.add_argument("--num-attention-heads", type=whole(1, 10**7), required=True)
-    parser.add_argument("--seq-length", type=whole(1, 10**7), required=True)
-    parser.add_argument("--micro-batch-size", type=whole(1, 10**7), default=16, help="sequences; default: %(default)s")
-    parser.add_argument("--num-ranks", type=whole(1, MAX_RANKS), nargs="+", required=True, help="tensor-parallel sizes")
+    parser.add_argument("--family", choices=["gpt2", "llama"], default="gpt2", help="of the layer")
+    parser.add_argument("--hidden-size", type=whole(1, 10**7), required=True, help="of the layer")
+    parser.add_argument("--num-attention-heads", type=whole(1, 10**7), required=True, help="of the layer")
+    parser.add_argument("--seq-length", type=whole(1, 10**7), required=True, help="tokens of a sequence")
+    parser.add_argument("--micro-batch-size", type=whole(1, 10**7), default=16, help="sequences")
+    parser.add_argument(
+        "--world-size",
+        type=whole(1, MAX_RANKS),
+        nargs="+",
+        required=True,
+        metavar="N",
+        help="ranks, all of them tensor-parallel",
+    )
+    parser.add_alias("--num-ranks", "--world-size")
     told = "list operations with their times on this file of megatron3d/hardware/clusters, or a path"
     parser.add_argument("--cluster", metavar="NAME", help=told)
     return parser
@@ -63,7 +71,7 @@ ALIGN = ("--:", ":--", ":--", ":--", *("--:" for _ in CHOICES))
 
 def layouts(arguments: argparse.Namespace) -> Iterator[tuple[int, str, str, tuple[int, ...], Config]]:
     """Yield every number of ranks, mode and form, with the default shape and the configuration.  Raises UserError."""
-    for num_ranks in arguments.num_ranks:
+    for num_ranks in arguments.world_size:
         for mode, entry in MODES.items():
             shape = entry.default_shape(num_ranks)
             for form in entry.forms:

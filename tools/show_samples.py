@@ -26,7 +26,7 @@ def make_parser() -> ConfigParser:
     parser = ConfigParser("show_samples", __doc__.partition("\n")[0])
     parser.add_argument("--config", type=Path, required=True, help="of the run")
     parser.add_argument("--iterations", default="1", metavar="N", help="one, or FIRST-LAST")
-    parser.add_argument("--world-size", type=whole(1, MAX_RANKS), default=1)
+    parser.add_argument("--world-size", type=whole(1, MAX_RANKS), default=1, help="ranks of the run")
     parser.add_argument(
         "--rank", type=whole(0, MAX_RANKS), help="what this rank reads; default: the whole global batch"
     )

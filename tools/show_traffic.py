@@ -1,6 +1,6 @@
 """Prints what every tensor-parallel mode sends for a transformer layer, forward and backward, as a Markdown table.
 
-python tools/show_traffic.py --hidden-size 12288 --seq-length 2048 --micro-batch-size 16 --num-ranks 8 64
+python tools/show_traffic.py --hidden-size 12288 --seq-length 2048 --micro-batch-size 16 --world-size 8 64
 
 The numbers are closed forms (megatron3d/parallel/matmul_plan.py); tests compare them with recorded collectives.
 """
@@ -26,15 +26,23 @@ from megatron3d.runtime.program import parse_first, run_tool
 def make_parser() -> ToolParser:
     """Return the parser of the command line."""
     parser = ToolParser(prog="show_traffic", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--hidden-size", type=whole(1, 10**7), required=True)
+    parser.add_argument("--hidden-size", type=whole(1, 10**7), required=True, help="of the layer")
     parser.add_argument("--ffn-hidden-size", type=whole(1, 10**7), help="default: 4 times the hidden size")
-    parser.add_argument("--seq-length", type=whole(1, 10**7), required=True)
+    parser.add_argument("--seq-length", type=whole(1, 10**7), required=True, help="tokens of a sequence")
     parser.add_argument("--micro-batch-size", type=whole(1, 10**7), required=True, help="sequences")
-    parser.add_argument("--num-ranks", type=whole(1, MAX_RANKS), nargs="+", required=True, help="tensor-parallel sizes")
+    parser.add_argument(
+        "--world-size",
+        type=whole(1, MAX_RANKS),
+        nargs="+",
+        required=True,
+        metavar="N",
+        help="ranks, all of them tensor-parallel",
+    )
+    parser.add_alias("--num-ranks", "--world-size")
     parser.add_argument(
         "--shape", type=parse_shape, nargs="+", default=[], metavar="MODE=AxBxC", help="beside the default ones"
     )
-    parser.add_argument("--bytes-per-element", type=whole(1, 10**7), default=2, help="default: 2 (bf16)")
+    parser.add_argument("--bytes-per-element", type=whole(1, 10**7), default=2, help="2: of bf16")
     return parser
 
 
@@ -145,12 +153,12 @@ def gigabytes(wire_bytes: float) -> str:
 def show(arguments: argparse.Namespace) -> None:
     """Print the table."""
     for name, shape in arguments.shape:
-        if math.prod(shape) not in arguments.num_ranks:
+        if math.prod(shape) not in arguments.world_size:
             given = "x".join(map(str, shape))
-            raise UserError(f"--shape {name}={given}: has {math.prod(shape)} ranks; add that number to --num-ranks")
+            raise UserError(f"--shape {name}={given}: has {math.prod(shape)} ranks; add that number to --world-size")
     ffn = arguments.ffn_hidden_size or 4 * arguments.hidden_size
     sizes = (arguments.micro_batch_size, arguments.seq_length, arguments.hidden_size, ffn, arguments.bytes_per_element)
-    lines = [row for num_ranks in arguments.num_ranks for row in rows(Layer(*sizes), num_ranks, arguments.shape)]
+    lines = [row for num_ranks in arguments.world_size for row in rows(Layer(*sizes), num_ranks, arguments.shape)]
     for cells in (HEADER, ALIGN, *lines):
         print(f"| {' | '.join(cells)} |")
 

@@ -41,7 +41,7 @@ def make_parser() -> ToolParser:
     parser.add_argument("--input", nargs="+", required=True, help="files, folders or globs")
     parser.add_argument("--json-keys", nargs="+", default=[TEXT_KEY], help="keys of a .jsonl line that hold text")
     parser.add_argument("--output-prefix", "--model-prefix", type=Path, required=True, help="the model without suffix")
-    parser.add_argument("--type", choices=OUTPUTS, default="bpe")
+    parser.add_argument("--type", choices=OUTPUTS, default="bpe", help="of the tokenizer")
     parser.add_argument(
         "--vocab-size", type=whole(1, 10**8), help="number of tokens, with the end of a document and the bytes"
     )

@@ -31,13 +31,13 @@ from megatron3d.runtime.program import parse_first
 def make_parser() -> ConfigParser:
     """Return the parser of `--config FILE [--world-size N] [--steps N] [section.key=value ...]`."""
     parser = ConfigParser("verify_layout.py", __doc__.split(":")[0])
-    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--config", type=Path, required=True, help="the run whose layout is verified")
     parser.add_argument(
         "--world-size",
         type=whole(1, 10**6),
         help="processes of the real run; default: TP x CP x PP, times what EP and ETP need, and twice that if possible",
     )
-    parser.add_argument("--steps", type=whole(1, 1000), default=3)
+    parser.add_argument("--steps", type=whole(1, 1000), default=3, help="training steps that are compared")
     parser.add_argument("--tolerance", type=real(0, 1), default=1e-10, help="relative")
     parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help="what the ranks compute on")
     parser.add_argument(

@@ -196,7 +196,7 @@ def refuse_torch_folder(folder: Path) -> None:
         if path.is_file():
             raise UserError(
                 f"checkpoint {path.parent} is of torch.distributed.checkpoint (torch_dist of Megatron-LM) and is not "
-                f"read as it is; if Megatron-LM wrote it: python tools/convert_checkpoint.py from-megatron --input "
+                f"read as it is; if Megatron-LM wrote it: python tools/convert_checkpoint.py from-megatron --load "
                 f"{folder} --output RUN; else export it to Hugging Face with the tools of what wrote it, then from-hf"
             )
 

@@ -45,6 +45,9 @@ class ConfigParser(ToolParser):
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return typed
 
+    def _options(self) -> list[str]:
+        return [name for action in self._actions for name in action.option_strings]
+
     def _problem(self, word: str, after: str) -> str:
         """Return what to write in place of an unknown option, which the word `after` follows."""
         from megatron3d.config.read import nearest, nearest_key, value_of
@@ -54,7 +57,7 @@ class ConfigParser(ToolParser):
         if why := NEEDLESS.get(name.replace("-", "_")):
             return f"{shorten(word)}: no option of this program; leave it out: {why}"
         value = value_of(name) or given or ("VALUE" if equals or after.startswith("-") or "=" in after else after)
-        own, key = nearest(flag, self._option_string_actions, 0.88), nearest_key(section, name)
+        own, key = nearest(flag, self._options(), 0.88), nearest_key(section, name)
         if own or key:
             return f"{shorten(word)}: no option of this program; use {own or f'{key}={shorten(value)}'}"
         return f"{shorten(word)}: no option of this program; --help lists them, docs/configuration.md the keys"
@@ -74,11 +77,8 @@ class Arguments:
     elsewhere: bool = False
 
 
-def parse_args(argv: Sequence[str]) -> Arguments:
-    """Parse `--config FILE [--check | --dry-run] [--world-size N] [section.key=value ...]`, in any order.
-
-    Exits with code 2 on anything else.
-    """
+def make_parser() -> ConfigParser:
+    """Return the parser of `--config FILE [--check | --dry-run] [--world-size N] [section.key=value ...]`."""
     parser = ConfigParser("pretrain_gpt.py", "Pretrain a GPT in any parallel layout.")
     parser.add_argument(CONFIG, type=Path, required=True, metavar="FILE", help="a YAML file, such as those in configs/")
     parser.add_argument("--check", action="store_true", help="report every problem of the configuration and stop")
@@ -104,6 +104,12 @@ def parse_args(argv: Sequence[str]) -> Arguments:
         help="dry run only: plot memory by kind over the step (.svg, .png, .pdf)",
     )
     parser.add_overrides("values that replace those in the file")
+    return parser
+
+
+def parse_args(argv: Sequence[str]) -> Arguments:
+    """Parse the command line, with options and overrides in any order; exits with code 2 on anything else."""
+    parser = make_parser()
     typed = parser.parse_args(argv)
     is_trial, launcher = typed.check or typed.dry_run, "a launcher (torchrun, srun) sets the number of processes"
     for problem, is_wrong in {

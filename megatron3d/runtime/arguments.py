@@ -15,11 +15,13 @@ import re
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 from megatron3d.errors import UserError
 
 MAX_NUMBER = 10**12
+# Help of an option that names a checkpoint.
+CHECKPOINT = "a run's folder, or one of its checkpoints"
 BEST: Literal["best"] = "best"
 MAX_RANKS = 10**6
 # torch.Generator takes 64 bits, and tools add the number of a text to the seed.
@@ -64,8 +66,43 @@ def read_limited(path: Path, most: int = MAX_FILE_BYTES) -> bytes:
     return bytes(content)
 
 
+class _Help(argparse.HelpFormatter):
+    """Help that ends with an option's default, unless its text says what that is."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        default, about = action.default, action.help
+        if not about or "default" in about or action.nargs == 0 or default in (None, argparse.SUPPRESS, []):
+            return about
+        shown = " ".join(map(str, default)) if isinstance(default, list) else str(default)
+        return f"{about}; default: {shown}".replace("%", "%%")
+
+
+class _WithoutOption(argparse.Action):
+    """Values of an option that are given without its name."""
+
+    def __init__(self, option: argparse.Action, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._option = option
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, _: str | None = None
+    ) -> None:
+        expected = 1 if self._option.nargs is None else self._option.nargs
+        if isinstance(expected, int) and len(values) != expected:
+            parser.error(f"argument {self._option.option_strings[0]}: expected {expected}, not {len(values)}")
+        setattr(namespace, self.dest, values[0] if self._option.nargs is None else values)
+        self._option.required = False
+
+
 class ToolParser(argparse.ArgumentParser):
     """Parser of a program's command line, which ends the program with exit code 2 and a short message."""
+
+    def __init__(self, prog: str | None = None, **settings: Any) -> None:
+        super().__init__(prog, formatter_class=_Help, **settings)
+
+    def add_alias(self, once: str, option: str) -> None:
+        """Also take an option under the name that it once had, which `--help` does not show."""
+        self._option_string_actions[once] = self._option_string_actions[option]
 
     def error(self, message: str) -> NoReturn:
         """Print the usage and the message, each word of it shortened, and exit with code 2."""
@@ -108,9 +145,16 @@ def saved_iteration(text: str) -> int | Literal["best"]:
     return BEST if text == BEST else whole()(text)
 
 
-def add_iteration(parser: argparse.ArgumentParser, of: str = "--load") -> None:
-    """Add the option `--iteration`, which chooses a checkpoint of the run that the option `of` names."""
-    about = f"the checkpoint of the run {of} to take: an iteration, or best; default: the newest"
+def add_load(parser: argparse.ArgumentParser, about: str, nargs: int | str | None = None) -> None:
+    """Add the option `--load`, which names runs or checkpoints to read; its name may be left out, as it once was."""
+    option = parser.add_argument("--load", type=Path, nargs=nargs, required=True, metavar="RUN", help=about)
+    hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+    parser.add_argument("load", type=Path, nargs="*", action=_WithoutOption, option=option, **hidden)
+
+
+def add_iteration(parser: argparse.ArgumentParser) -> None:
+    """Add the option `--iteration`, which chooses a checkpoint of the run `--load`."""
+    about = "the checkpoint of the run --load to take: an iteration, or best; default: the newest"
     parser.add_argument("--iteration", type=saved_iteration, metavar="N", help=about)
 
 

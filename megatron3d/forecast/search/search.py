@@ -201,7 +201,7 @@ def _refuse_all(problem: PlanningProblem, rejected: Counter[str]) -> NoReturn:
     least = math.ceil(state / problem.memory_bytes)
     told = f"weights, gradients and optimizer alone, {state / 2**30:,.0f} GiB, need {least:,} GPUs or more"
     raise UserError(
-        f"--num-gpus {problem.num_ranks}: no layout of this model fits; use more GPUs, another "
+        f"--world-size {problem.num_ranks}: no layout of this model fits; use more GPUs, another "
         f"train.global_batch_size or a smaller model ({told}; {reasons})"
     )
 

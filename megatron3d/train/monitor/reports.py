@@ -279,7 +279,7 @@ def report_end(run: Run) -> Iterator[str]:
     more = [f"checkpoint.load={quote(save)}"] * (load is None) + [longer] * (iteration == last)
     yield f"to go on: the same command{' with ' * bool(more)}{' '.join(more)}"
     yield f"to sample: python tools/generate.py --load {quote(save)}"
-    yield f"to plot: python tools/plot_run.py {quote(save)} --output {quote(save + '/curves.png')}"
+    yield f"to plot: python tools/plot_run.py --load {quote(save)} --output {quote(save + '/curves.png')}"
 
 
 def run_metadata(

@@ -12,7 +12,7 @@ from megatron3d.errors import ExitCode
 from tests.support.tiny_run import ROOT
 
 SCHEDULE = "plot_schedule.py --schedule 1f1b -p 8 -m 64 --output {}"
-PLAN = "plan.py --config configs/gpt2-124m.yaml --cluster selene --num-gpus 8"
+PLAN = "plan.py --config configs/gpt2-124m.yaml --cluster selene --world-size 8"
 COMMANDS = {
     "out.json": SCHEDULE,
     "out.csv": SCHEDULE,

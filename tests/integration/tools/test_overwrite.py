@@ -25,7 +25,7 @@ from tools import (
 
 GPT = str(ROOT / "configs" / "gpt3-175b.yaml")
 SELENE = ("--cluster", "selene")
-PLAN = ("--config", GPT, *SELENE, "--num-gpus", "8", "--explain")
+PLAN = ("--config", GPT, *SELENE, "--world-size", "8", "--explain")
 # The file that is there, and the command that would replace it; words with a dot are files of the folder.
 COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int], Sequence[str]]] = {
     "make_corpus": ("out.jsonl", make_corpus.main, ("--output", "out.jsonl")),
@@ -39,7 +39,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int], Sequence[str]]] =
         preprocess_data.main,
         ("--input", "in.txt", "--output-prefix", "x", "--tokenizer-type", "ByteTokenizer", "--workers", "1"),
     ),
-    "plan --output": ("p.yaml", plan.main, ("--config", GPT, *SELENE, "--num-gpus", "8", "--output", "p.yaml")),
+    "plan --output": ("p.yaml", plan.main, ("--config", GPT, *SELENE, "--world-size", "8", "--output", "p.yaml")),
     "plan --picture": ("p.png", plan.main, (*PLAN, "--picture", "p.png")),
     "make_slurm": (
         "gpt3-175b.sbatch",
@@ -100,7 +100,7 @@ def test_programs_with_a_file_for_input_and_output_refuse_the_same(
     Path("m.jsonl").write_text('{"a": 1}\n')
     assert plot_schedule.main(["--schedule", "gpipe", "-p", "2", "-m", "2", "--output", "s.csv"]) == 0
     refused: Sequence[tuple[Callable[[Sequence[str]], int], str]] = (
-        (plan.main, "--config c.yaml --cluster selene --num-gpus 8 --output ./c.yaml"),
+        (plan.main, "--config c.yaml --cluster selene --world-size 8 --output ./c.yaml"),
         (plan.main, "--predict m.jsonl --output ../{}/m.jsonl"),
         (make_slurm.main, "--config c.yaml --cluster selene --nodes 128 --output {}/../c.yaml"),
         (plot_schedule.main, "--schedule file --input s.csv --output ./s.csv"),

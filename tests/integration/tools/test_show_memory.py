@@ -29,7 +29,7 @@ def test_the_documents_table_is_the_tools_output(capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize("t", [1, 2, 4, 8])
 def test_1d_memory_is_as_published(t: int, capsys: pytest.CaptureFixture[str]) -> None:
     """Dropout masks are 2 of the 10 + 24/t and of the 34/t bytes; norm and score statistics are negligible."""
-    assert show_memory.main([*SIZES, "--num-ranks", str(t)]) == 0
+    assert show_memory.main([*SIZES, "--world-size", str(t)]) == 0
     cells = [[cell.strip() for cell in line.strip("|\n ").split("|")] for line in capsys.readouterr().out.splitlines()]
     kept = {row[2]: [float(cell) for cell in row[4:]] for row in cells[2:] if row[1] == "1d"}
     assert kept["replicated"] == pytest.approx([8 + 24 / t, 8 + 24 / t, 8 + 16 / t, 2], abs=0.02)
@@ -39,8 +39,8 @@ def test_1d_memory_is_as_published(t: int, capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--num-ranks", "16"], "t = 16 does not divide model.num_attention_heads=8"),
-        (["--num-ranks", "8", "--micro-batch-size", "1"], "train.micro_batch_size=1: not a multiple of"),
+        (["--world-size", "16"], "t = 16 does not divide model.num_attention_heads=8"),
+        (["--world-size", "8", "--micro-batch-size", "1"], "train.micro_batch_size=1: not a multiple of"),
     ],
 )
 def test_a_model_that_does_not_fit_is_refused(

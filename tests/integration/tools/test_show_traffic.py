@@ -55,13 +55,13 @@ def test_the_documents_break_even_points(p: int, plain: float, sequence_parallel
 
 
 def test_one_rank_sends_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert show_traffic.main([*SIZES, "--num-ranks", "1"]) == 0
+    assert show_traffic.main([*SIZES, "--world-size", "1"]) == 0
     rows = capsys.readouterr().out.splitlines()[2:]
     assert rows and all("| 1 | 1 | 0 | 0.00 | - |  |" in row for row in rows)
 
 
 def test_a_given_shape_is_shown_next_to_the_default(capsys: pytest.CaptureFixture[str]) -> None:
-    assert show_traffic.main([*SIZES, "--num-ranks", "4", "--shape", "3d=1x4x1", "grid=1x4x1"]) == 0
+    assert show_traffic.main([*SIZES, "--world-size", "4", "--shape", "3d=1x4x1", "grid=1x4x1"]) == 0
     out = capsys.readouterr().out
     assert "| 4 | 3d | heads | 1·2·2 |" in out and "| 4 | 3d | heads | 1·4·1 |" in out
     cells = {tuple(row.split(" | ")[1:4]): row.split(" | ")[4:9] for row in out.splitlines()}
@@ -72,9 +72,12 @@ def test_a_given_shape_is_shown_next_to_the_default(capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     "arguments,message",
     [
-        (["--num-ranks", "5"], "dimension of qkv=144 is split over 5 ranks; use a multiple of 5"),
-        (["--num-ranks", "8", "--micro-batch-size", "1"], "2d 2·4: --micro-batch-size=1 is split over 2 ranks"),
-        (["--num-ranks", "8", "--shape", "3d=4x4x4"], "--shape 3d=4x4x4: has 64 ranks; add that number to --num-ranks"),
+        (["--world-size", "5"], "dimension of qkv=144 is split over 5 ranks; use a multiple of 5"),
+        (["--world-size", "8", "--micro-batch-size", "1"], "2d 2·4: --micro-batch-size=1 is split over 2 ranks"),
+        (
+            ["--world-size", "8", "--shape", "3d=4x4x4"],
+            "3d=4x4x4: has 64 ranks; add that number to --world-size",
+        ),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(
@@ -88,5 +91,5 @@ def test_sizes_that_do_not_fit_are_refused(
 @pytest.mark.parametrize("shape", ["4d=2x2", "3d=2x2", "3d", "3d=2x2x0", "3d=axbxc"])
 def test_bad_shapes_are_refused(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        show_traffic.main([*SIZES, "--num-ranks", "8", "--shape", shape])
+        show_traffic.main([*SIZES, "--world-size", "8", "--shape", shape])
     assert stop.value.code == 2 and "--shape" in capsys.readouterr().err

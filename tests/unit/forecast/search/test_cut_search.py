@@ -67,7 +67,7 @@ def test_ctrl_c_prints_the_best_so_far(
         return real(self, spec)
 
     monkeypatch.setattr(PlanningProblem, "step", stopped)
-    words = ["--config", str(path), "--cluster", "perlmutter", "--num-gpus", "4", "--modes", "1d"]
+    words = ["--config", str(path), "--cluster", "perlmutter", "--world-size", "4", "--modes", "1d"]
     assert tool.main([*words, "--output", str(out)]) == 130
     told = capsys.readouterr()
     assert "incomplete, the search was stopped" in told.out and "MFU" in told.out and not out.exists()

@@ -92,7 +92,7 @@ def test_the_tool_writes_rows_and_their_errors(tmp_path: Path, capsys: pytest.Ca
     assert tool.main(["--predict", str(tmp_path / "none"), "--output", str(tmp_path / "other")]) == 2
     assert tool.main(["--config", "configs/gpt2-124m.yaml", "--cluster", "eos"]) == 2
     told = capsys.readouterr().err
-    assert "--output: missing" in told and "no such file" in told and "--num-gpus: missing" in told
+    assert "--output: missing" in told and "no such file" in told and "--world-size: missing" in told
 
 
 def test_rows_are_written_as_they_are_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +115,7 @@ def test_rows_are_written_as_they_are_predicted(tmp_path: Path, monkeypatch: pyt
     ("words", "reason"),
     [
         (["--predict", "x", "--output", "y", "--practice", "nanotron"], "--practice: not with --predict"),
-        (["--predict", "x", "--output", "y", "--num-gpus", "8"], "--num-gpus: not with --predict"),
+        (["--predict", "x", "--output", "y", "--world-size", "8"], "--world-size: not with --predict"),
         (["--explain", "--config", "x", "--fix", "zero_stage=1"], "--fix: not with --explain"),
         (["--compare", "x", "y", "--memory-margin", "5"], "--memory-margin: not with --compare"),
         (["--predict", "x", "--output", "nowhere/y"], "--output nowhere/y: nowhere is no folder"),

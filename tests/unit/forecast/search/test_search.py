@@ -41,7 +41,7 @@ from tests.support.tiny_run import run_as_rank, steps, write_config
 from tools import plan as tool
 
 MODEL = {"num_layers": 4, "hidden_size": 2048, "num_attention_heads": 16, "seq_length": 2048, "vocab_size": 8192}
-ARGUMENTS = ("--cluster", "perlmutter", "--num-gpus", "8")
+ARGUMENTS = ("--cluster", "perlmutter", "--world-size", "8")
 
 
 def problem(num_ranks: int = 8) -> PlanningProblem:
@@ -249,7 +249,7 @@ def test_the_written_layout_trains(tmp_path: Path, pool: Pool) -> None:
         str(write_config(tmp_path)),
         "--cluster",
         "perlmutter",
-        "--num-gpus",
+        "--world-size",
         "4",
         "--vocab-size",
         "257",
@@ -292,7 +292,7 @@ def test_no_other_order_of_the_mesh_is_faster() -> None:
 
 
 def test_the_tool_reports_missing_arguments(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert tool.main(["--cluster", "nowhere", "--num-gpus", "8", "--config", str(config_file)]) == 2
+    assert tool.main(["--cluster", "nowhere", "--world-size", "8", "--config", str(config_file)]) == 2
     assert "cluster nowhere: there is none" in capsys.readouterr().err
     assert tool.main([*ARGUMENTS]) == 2
     assert "--config: missing" in capsys.readouterr().err
