@@ -7,7 +7,7 @@ the KV cache a token costs the work of one position, until a text is longer than
 from __future__ import annotations
 
 import megatron3d.runtime.interrupt  # noqa: F401
-from megatron3d.runtime.interrupt import CtrlC
+from megatron3d.runtime.interrupt import CtrlC, calling_every
 
 import argparse
 import json
@@ -229,20 +229,32 @@ def talk(
 
 
 def _read_together(comm: Comm, lines: TextIO, ctrl_c: CtrlC, show: Callable[[str], None]) -> Iterator[str]:
-    """Yield the lines that rank 0 reads, on every rank."""
+    """Yield the lines that rank 0 reads, on every rank; while it waits, all meet now and then, which is no hang."""
+
+    def wait() -> None:
+        with ctrl_c.finishing():
+            comm.broadcast_object(None)
+            comm.barrier()
+
     while True:
-        line = comm.broadcast_object(_read(lines, ctrl_c, show) if comm.mesh.rank == 0 else None)
+        line = comm.broadcast_object(_read(lines, ctrl_c, show, wait) if comm.mesh.rank == 0 else None)
+        if line is None:
+            comm.barrier()
+            continue
         if not line:
             return
         yield line
 
 
-def _read(lines: TextIO, ctrl_c: CtrlC, show: Callable[[str], None]) -> str:
-    """Return a line, "" at the end of the input; at a terminal, ask for it, and again after Ctrl-C."""
+def _read(lines: TextIO, ctrl_c: CtrlC, show: Callable[[str], None], wait: Callable[[], None]) -> str:
+    """Return a line, "" at the end of the input; at a terminal, ask for it, and again after Ctrl-C.
+
+    Meanwhile `wait` is called every `IDLE_S`.
+    """
     is_asked = lines.isatty()
     while True:
         try:
-            with ctrl_c.interrupting():
+            with ctrl_c.interrupting(), calling_every(process.IDLE_S, wait):
                 show("> " if is_asked else "")
                 line = lines.readline()
         except KeyboardInterrupt:

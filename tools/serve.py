@@ -60,8 +60,6 @@ if TYPE_CHECKING:
 
 LIBRARIES = ("starlette", "uvicorn")
 POLL_S = 0.1
-# Other ranks wait in a collective for the next request, which must not look like a hang.
-IDLE_S = 10.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -113,7 +111,9 @@ class Model:
 def follow(model: Model) -> None:
     """Do on this rank what rank 0 broadcasts, until it stops."""
     while (order := model.comm.broadcast_object(None))["do"] != "stop":
-        if order["do"] == "load":
+        if order["do"] == "wait":
+            model.comm.barrier()
+        elif order["do"] == "load":
             try:
                 model.load(order["folder"])
             except UserError:
@@ -173,8 +173,9 @@ def next_job(model: Model, service: Service, stop: StopSignal) -> Job | None:
         try:
             return service.jobs.get(timeout=POLL_S)
         except queue.Empty:
-            if time.monotonic() - told_s > IDLE_S:
+            if time.monotonic() - told_s > process.IDLE_S:
                 tell_ranks(model, {"do": "wait"})
+                model.comm.barrier()
                 told_s = time.monotonic()
     return None
 

@@ -62,6 +62,9 @@ def restore(config: Config, tokenizer: Tokenizer, folder: Path, here: Runtime) -
 def restore_state(config: Config, tokenizer: Tokenizer, folder: Path, here: Runtime) -> TrainState:
     """Return the state of which `restore` returns the model, into which weights of other checkpoints can be loaded."""
     spec = RunSpec(config, here.world_size, tokenizer.vocab_size, here.rank)
-    state = build_state(spec, connect(spec), here.device)
+    comm = connect(spec)
+    state = build_state(spec, comm, here.device)
+    if here.watchdog is not None:
+        here.watchdog.follow(lambda: None, comm.log.status)
     load_weights(folder, state, {"tokenizer": tokenizer.fingerprint})
     return state

@@ -9,7 +9,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -62,6 +62,28 @@ class CtrlC:
             yield
         finally:
             signal.signal(signal.SIGINT, self._record)
+
+    @contextlib.contextmanager
+    def finishing(self) -> Iterator[None]:
+        """Inside `interrupting`, let the body end before Ctrl-C raises KeyboardInterrupt."""
+        self.is_pressed = False
+        signal.signal(signal.SIGINT, self._record)
+        yield
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if self.is_pressed:
+            raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def calling_every(seconds: float, function: Callable[[], None]) -> Iterator[None]:
+    """Call a function in this thread every `seconds`, also while the body waits for input."""
+    previous = signal.signal(signal.SIGALRM, lambda *_: function())
+    signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
 
 
 def _is_program() -> bool:

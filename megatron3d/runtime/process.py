@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 ADDRESS_S = 20.0
+# Ranks that wait for what a person types, or a client asks, meet in a barrier this often, which is progress.
+IDLE_S = 10.0
 # What torch says where another rank's process has ended.
 _LOST = re.compile("gloo|nccl|connection|broken pipe|socket|timed out", re.IGNORECASE)
 # A rank but the first waits so long with its error: for rank 0, and for each rank of its machine before it.

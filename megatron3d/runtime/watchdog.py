@@ -194,7 +194,10 @@ class Watchdog:
         self._saved_by_all = 0
 
     def follow(
-        self, iteration: Callable[[], int], collectives: Callable[[], CollectiveStatus], folder: Path | None = None
+        self,
+        iteration: Callable[[], int | None],
+        collectives: Callable[[], CollectiveStatus],
+        folder: Path | None = None,
     ) -> None:
         """Include the iterations done and the collectives of each group in each heartbeat from now on.
 

@@ -11,9 +11,11 @@ import random
 import select
 import signal
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -251,6 +253,39 @@ def test_ctrl_c_ends_a_generation_on_all_ranks(folder: Path, pool: Pool, capsys:
     context = f"def \n{begun}x\n"
     then = text(folder, capsys, [*greedy, "--prompt", context]).removeprefix(context)
     assert pool.run(talked, 4, folder, layout, "def \nx\n", [3]) == [f"{begun}\n{then}", "", "", ""]
+
+
+class Typist(io.StringIO):
+    """Input of a person who thinks before each line."""
+
+    def readline(self, size: int = -1, /) -> str:  # type: ignore[override]  # as in the base class
+        time.sleep(0.5)
+        return super().readline()
+
+
+def waited(rank: int, world_size: int, folder: Path, parallel: list[str], idle_s: float) -> tuple[str, int]:
+    """Return what a rank prints of a conversation with a person, and the collectives that its watchdog has seen."""
+    args = generate.make_parser().parse_args(["--load", str(folder), "--interactive", *GREEDY[2:]])
+    checkpoint, tokenizer = generate.resolve(folder), ByteTokenizer(None)  # type: ignore[attr-defined]
+    watchdog = mock.Mock()
+    here = process.Runtime(rank, world_size, rank, torch.device("cpu"), watchdog)
+    config = generate.read_run(checkpoint, parallel, world_size)  # type: ignore[attr-defined]
+    sampler = Sampler(restore(config, tokenizer, checkpoint, here), here.device)
+    (_, collectives), _ = watchdog.follow.call_args
+    out = io.StringIO()
+    with mock.patch.object(process, "IDLE_S", idle_s):
+        shown = out if rank == 0 else None
+        generate.talk(Speculation(sampler, Choice(0.0), 0), tokenizer, (), args, shown, Typist("def \nx\n"))
+    return out.getvalue(), collectives().num_started
+
+
+def test_ranks_that_wait_for_a_line_make_progress(folder: Path, pool: Pool) -> None:
+    """Or the watchdog would end them while a person thinks."""
+    layout = ["parallel.tensor_model_parallel_size=2"]
+    undisturbed = pool.run(waited, 2, folder, layout, 600.0)
+    often = pool.run(waited, 2, folder, layout, 0.05)
+    assert [out for out, _ in often] == [out for out, _ in undisturbed] and len(often[0][0]) > 2
+    assert all(after - before >= 5 for (_, after), (_, before) in zip(often, undisturbed, strict=True))
 
 
 def test_a_conversation_goes_on_after_what_was_shown(

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import os
+import queue
 import re
 import shutil
 import signal
@@ -17,15 +18,20 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import openai
 import pytest
 
 from megatron3d.checkpoint.publish import finished_checkpoints
+from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.data.tokenizers.tokenizer import HuggingFaceTokenizer
 from megatron3d.errors import ExitCode, UserError
+from megatron3d.parallel.mesh import Mesh
 from megatron3d.runtime import process
+from tests.support.pool import Pool
 from tests.support.processes import start
 from tests.support.tiny_run import ROOT, run, write_config, write_corpus
 from tools import generate, serve, train_tokenizer
@@ -351,6 +357,25 @@ def test_ranks_serve_the_same_text(folder: Path, capsys: pytest.CaptureFixture[s
         assert found.choices[0].text == text(folder, capsys, *TYPED)
         with pytest.raises(openai.NotFoundError):
             client.completions.create(model="tiny", prompt=PROMPT)
+
+
+def idled(rank: int, world_size: int) -> int:
+    """Return the collectives of a rank of a server without a client, which stops after some of them."""
+    comm = ProcessComm(Mesh((("data", world_size),), rank), [("data",)])
+    model: Any = SimpleNamespace(comm=comm)
+    stop: Any = SimpleNamespace(is_requested=lambda: comm.log.status().num_started >= 3)
+    with mock.patch.object(process, "IDLE_S", 0.05):
+        if rank == 0:
+            assert serve.next_job(model, SimpleNamespace(jobs=queue.Queue()), stop) is None
+            serve.tell_ranks(model, {"do": "stop"})
+        else:
+            serve.follow(model)
+    return comm.log.status().num_started
+
+
+def test_ranks_without_a_request_make_progress(pool: Pool) -> None:
+    """Or the watchdog would end a server that nobody asks."""
+    assert pool.run(idled, 2) == [3, 3]
 
 
 def test_what_is_typed_wrong_is_refused(
