@@ -57,6 +57,9 @@ DRAFTS = ("tests/unit/inference/test_speculation.py", "-k", "caches or distribut
 
 CACHE = ("tests/unit/inference/test_sampling.py", "-k", "context")
 RINGS = ("tests/unit/inference/test_sampling.py",)
+TEXTS = ("tests/unit/inference/test_continuation.py",)
+SERVER = "tests/integration/tools/test_serve.py"
+BEST = ("tests/integration/test_best_checkpoint.py", "-k", "stays or rollback")
 
 
 class Mutation(NamedTuple):
@@ -1564,6 +1567,62 @@ MUTATIONS = [
         "if is_one_kernel and len(saved) > 1",
         "if False",
         ("tests/unit/forecast/time/test_published.py", "-k", "h100"),
+    ),
+    Mutation(
+        "top-p leaves the token out that reaches it",
+        "inference/sampling.py",
+        "rising_V.cumsum(-1) <= 1 - top_p",
+        "rising_V.cumsum(-1) - rising_V <= 1 - top_p",
+        TEXTS,
+    ),
+    Mutation(
+        "what may begin a stop string is shown",
+        "inference/continuation.py",
+        "before[: len(before) - num_held_back(before, self._stops)]",
+        "before[: len(before)]",
+        TEXTS,
+    ),
+    Mutation(
+        "a text ends behind its stop string",
+        "inference/continuation.py",
+        "return text[: min((place for stop",
+        "return text[: min((place + len(stop) for stop",
+        TEXTS,
+    ),
+    Mutation(
+        "choices of a request have one seed",
+        "inference/completions.py",
+        "torch.Generator().manual_seed(work.seed + row)",
+        "torch.Generator().manual_seed(work.seed)",
+        (SERVER, "-k", "seeds_in_turn"),
+    ),
+    Mutation(
+        "a stream without its client goes on",
+        "inference/server.py",
+        "    finally:\n        job.is_cancelled = True",
+        "    finally:\n        pass",
+        (SERVER, "-k", "lost_clients"),
+    ),
+    Mutation(
+        "the watchdog sees no progress in inference",
+        "inference/load.py",
+        "here.watchdog.follow(lambda: None, comm.log.status)",
+        "pass",
+        ("tests/integration/tools/test_generate.py", "-k", "wait_for_a_line"),
+    ),
+    Mutation(
+        "retention removes the best checkpoint",
+        "checkpoint/publish.py",
+        "if iteration != best and not policy.retains",
+        "if not policy.retains",
+        BEST,
+    ),
+    Mutation(
+        "the first checkpoint stays the best one",
+        "checkpoint/async_saver.py",
+        "self.best is None or loss < self.best.loss",
+        "self.best is None or loss < 0",
+        BEST,
     ),
 ]
 
