@@ -159,6 +159,12 @@ def test_the_walk_through_the_documents_leaves_a_run(walked: Path) -> None:
     assert (walked / "runs/first/curves.png").is_file()
 
 
+def test_the_recording_is_of_the_commands_of_the_walk() -> None:
+    (recorded,) = re.findall(r"^```text\n(.*?)^```", WALK.read_text(encoding="utf-8"), re.M | re.S)
+    typed = [shlex.split(line.removeprefix("$ ")) for line in recorded.splitlines() if line.startswith("$ ")]
+    assert typed == [words for words in commands(WALK) if reason(words) is None]
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if page != WALK], ids=lambda page: page.name)
 def test_every_command_works(
     page: Path, walked: Path, pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -198,7 +204,7 @@ def test_programs_and_options_that_are_mentioned_exist(page: Path) -> None:
     for program, rest in re.findall(rf"`(?:python )?({PROGRAM}|scripts/[\w/]+\.\w+)( [^`\n]*)?`", code(page)[1]):
         reader = "megatron3d/config/cli.py" if program == "pretrain_gpt.py" else program
         source = (ROOT / reader).read_text(encoding="utf-8")
-        if "add_overwrite(" in source:
+        if re.search(r"\badd_(overwrite|load|iteration)\(", source):
             source += (ROOT / "megatron3d/runtime/arguments.py").read_text(encoding="utf-8")
         assert [flag for flag in re.findall(r"--[a-z-]+", rest) if f'"{flag}"' not in source] == [], f"{program}{rest}"
 
