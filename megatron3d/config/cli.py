@@ -75,10 +75,11 @@ class Arguments:
     ranks: str = PIPELINE
     picture: Path | None = None
     elsewhere: bool = False
+    details: bool = False
 
 
 def make_parser() -> ConfigParser:
-    """Return the parser of `--config FILE [--check | --dry-run] [--world-size N] [section.key=value ...]`."""
+    """Return the parser of `--config F [--check [--details] | --dry-run] [--world-size N] [section.key=value ...]`."""
     parser = ConfigParser("pretrain_gpt.py", "Pretrain a GPT in any parallel layout.")
     parser.add_argument(CONFIG, type=Path, required=True, metavar="FILE", help="a YAML file, such as those in configs/")
     parser.add_argument("--check", action="store_true", help="report every problem of the configuration and stop")
@@ -90,6 +91,9 @@ def make_parser() -> ConfigParser:
         "--elsewhere",
         action="store_true",
         help="with --check: the files are on another machine; those missing here are reported, not refused",
+    )
+    parser.add_argument(
+        "--details", action="store_true", help="with --check: print every key as well, with its value and origin"
     )
     parser.add_argument(
         "--ranks",
@@ -116,6 +120,7 @@ def parse_args(argv: Sequence[str]) -> Arguments:
         f"--world-size needs --check or --dry-run; {launcher}": typed.world_size and not is_trial,
         "--check and --dry-run exclude each other; a dry run checks first": typed.check and typed.dry_run,
         "--elsewhere needs --check; a dry run reads no corpus and no checkpoint": typed.elsewhere and not typed.check,
+        "--details needs --check": typed.details and not typed.check,
         "--ranks needs --dry-run": typed.ranks != PIPELINE and not typed.dry_run,
         "--picture needs --dry-run": typed.picture and not typed.dry_run,
     }.items():

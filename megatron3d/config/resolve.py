@@ -18,7 +18,7 @@ from megatron3d.config.validate.facts import WORLD_SIZE, Facts, MissingHere
 from megatron3d.config.validate.files import check_files
 from megatron3d.config.validate.remarks import remarks
 from megatron3d.config.validate.rules import layout_problems, value_problems
-from megatron3d.errors import ExitCode, UserError
+from megatron3d.errors import ExitCode, UserError, one_line
 from megatron3d.model.linear_spec import num_parameters
 
 # Keys from which other model sizes are derived, which the tensor axes must divide.
@@ -51,11 +51,11 @@ def run_check(
     environ_world_size: int | None = None,
     forecasts: Callable[[RunSpec], Iterable[str]] = lambda _: (),
 ) -> int:
-    """Print the resolved configuration and its arithmetic, or every problem on stderr; return the exit code, 0 or 2.
+    """Print a configuration's arithmetic, or every problem on stderr, and its verdict last; return 0 or 2 to exit with.
 
     `forecasts` returns what else is known of a valid run, as lines.
     """
-    world_size = arguments.world_size or environ_world_size or 1
+    world_size, name = arguments.world_size or environ_world_size or 1, one_line(arguments.config)
     try:
         resolved = resolve(arguments.config, arguments.overrides, world_size, arguments.elsewhere)
         found = check_files(resolved.config, world_size, resolved.origins) if arguments.elsewhere else []
@@ -63,8 +63,10 @@ def run_check(
     except UserError as error:
         for problem in error.problems:
             print(problem, file=sys.stderr)
+        print(f"{name}: refused, {_count(len(error.problems), 'problem')}")
         return ExitCode.USER_ERROR
-    print(render(resolved))
+    if arguments.details:
+        print(render(resolved))
     print(batch_arithmetic(RunSpec(resolved.config, world_size)))
     print(parameter_line(resolved.config))
     spec = RunSpec(resolved.config, world_size)
@@ -74,7 +76,15 @@ def run_check(
         print(f"on this machine: {problem}")
     for remark in resolved.remarks:
         print(f"WARNING: {remark}")
+    counts = {"warning": len(resolved.remarks), "missing file": len(found)}
+    but = " and ".join(_count(number, name) for name, number in counts.items() if number)
+    print(f"{name}: valid on {_count(world_size, 'rank')}{', with ' * bool(but)}{but}")
     return ExitCode.DONE
+
+
+def _count(number: int, name: str) -> str:
+    """Return `2 problems`, or `1 problem`."""
+    return f"{number:,} {name}{'s' * (number != 1)}"
 
 
 def parameter_line(config: Config) -> str:

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from megatron3d.config.cli import parse_args
+from megatron3d.config.read import read_config
 from megatron3d.config.resolve import resolve, run_check
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.files import check_files
@@ -104,6 +105,7 @@ def test_the_command_line_reports_or_refuses(tmp_path: Path, capsys: pytest.Capt
     typed = ["parallel.tensor_model_parallel_size=2", "--config", str(file), "--check", "train.seed=3"]
     assert run_check(parse_args(typed), environ_world_size=4) == 0
     out = capsys.readouterr().out
+    assert out.splitlines()[-1] == f"{file}: valid on 4 ranks" and "model.hidden_size" not in out and len(out) < 500
     for line in (
         "world_size 4 = TP 2 (1d: t 2) x PP 1 x DP 2",
         "global_batch_size 8 = micro_batch_size 1 x data parallel 2 x microbatches 4",
@@ -112,17 +114,30 @@ def test_the_command_line_reports_or_refuses(tmp_path: Path, capsys: pytest.Capt
         assert line in out.splitlines()
     assert run_check(parse_args([*typed, "--world-size", "3"]), environ_world_size=4) == 2
     shown = capsys.readouterr()
-    assert shown.out == ""
+    assert shown.out == f"{file}: refused, 1 problem\n"
     assert shown.err.startswith("world_size 3: not a multiple of TP 2")
     for wrong in (
         ["--check"],
         ["--config", "x", "--chek"],
         ["--config", "x", "--world-size", "2"],
         ["--config", "x", "--elsewhere"],
+        ["--config", "x", "--details"],
     ):
         with pytest.raises(SystemExit) as stopped:
             parse_args(wrong)
         assert stopped.value.code == 2
+
+
+def test_details_are_read_back_as_the_same_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The verdict stands last, with the warnings and the files that are not here."""
+    file, copy = tmp_path / "run.yaml", tmp_path / "copy.yaml"
+    file.write_text("data: {data_path: /nope, tokenizer_type: ByteTokenizer}\ntrain: {train_iters: 20}\n")
+    typed = ["--config", str(file), "--check", "--elsewhere", "--details", "optimizer.lr_warmup_iters=30"]
+    assert run_check(parse_args(typed)) == 0
+    out = capsys.readouterr().out
+    copy.write_text(out[: out.index("world_size 1 = ")])
+    assert read_config(copy).config == read_config(file, ["optimizer.lr_warmup_iters=30"]).config
+    assert out.splitlines()[-1] == f"{file}: valid on 1 rank, with 1 warning and 2 missing files"
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
