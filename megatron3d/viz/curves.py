@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FormatStrFormatter, MaxNLocator, NullLocator
 
 from megatron3d.errors import UserError, one_line
 from megatron3d.metrics.journal import FILE_NAME, read_journal
@@ -18,11 +19,12 @@ Rows = list[dict[str, Any]]
 
 
 class Panel(NamedTuple):
-    """Keys of metrics.jsonl that are drawn together, and the unit that they are divided by."""
+    """Keys of metrics.jsonl that are drawn together, the unit that they are divided by, and whether axes begin at 0."""
 
     title: str
     keys: tuple[str, ...]
     unit: float = 1.0
+    from_zero: bool = False
 
 
 PANELS = (
@@ -31,7 +33,7 @@ PANELS = (
     Panel("gradient norm", ("grad_norm",)),
     Panel("tokens per second", ("tokens_per_s",)),
     Panel("milliseconds per step", ("elapsed_ms",)),
-    Panel("peak memory of a rank (GB)", ("peak_memory_bytes",), 1e9),
+    Panel("peak memory of a rank (GB)", ("peak_memory_bytes",), 1e9, from_zero=True),
 )
 STYLES = {"validation_loss": "o--"}
 # Larger values, as of a diverged run in fp64, are gaps like NaN: axes overflow.
@@ -56,6 +58,9 @@ def draw(runs: Mapping[str, Rows]) -> Figure:
                 _curve(axes, rows, key, panel.unit, f"C{number}", name)
         axes.set_title(panel.title)
         axes.set_xlabel("iteration")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        if panel.from_zero:
+            axes.set_ylim(0.0, 1.1 * axes.get_ylim()[1])
         axes.grid(alpha=0.3)
     figure.axes[0].legend(fontsize="small")
     return figure
@@ -79,6 +84,8 @@ def _curve(axes: Axes, rows: Rows, key: str, unit: float, colour: str, name: str
 LOAD = "max_load"
 # A row of more colours than this would be narrower than a point.
 MAX_COLUMNS = 200
+# Loads that have a tick, and their multiples by powers of ten.
+LOAD_TICKS = (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)
 
 
 def load_table(steps: Rows) -> tuple[list[str], list[int], list[list[float]]]:
@@ -116,5 +123,8 @@ def draw_load(steps: Rows) -> Figure | None:
     axes.set_xticks([place + 0.5 for place in shown], [str(iterations[place]) for place in shown])
     axes.invert_yaxis()
     axes.set_xlabel("iteration")
-    figure.colorbar(mesh, ax=axes, label="most tokens of an expert / mean")
+    axes.set_title("most tokens of an expert / mean", fontsize="medium")
+    ticks = [tick for power in range(10) for each in LOAD_TICKS if (tick := each * 10**power) <= colours.vmax]
+    bar = figure.colorbar(mesh, ax=axes, ticks=FixedLocator(ticks), format=FormatStrFormatter("%g"))
+    bar.ax.yaxis.set_minor_locator(NullLocator())
     return figure
