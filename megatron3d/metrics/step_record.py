@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +30,20 @@ def peak_memory_bytes(device: torch.device) -> int:
         return int(torch.accelerator.max_memory_allocated(device))
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+class ProcessMemory(NamedTuple):
+    """Peak bytes as `peak_memory_bytes` has them, and bytes of files in memory: of libraries' code (Linux, CPU)."""
+
+    peak: int
+    code: int
+
+
+def process_memory(device: torch.device) -> ProcessMemory:
+    """Return the memory of this process; without code on an accelerator, and where the system does not say it."""
+    counts_code = device.type == "cpu" and _PAGES.exists()
+    code = int(_PAGES.read_text().split()[2]) * os.sysconf("SC_PAGE_SIZE") if counts_code else 0
+    return ProcessMemory(peak_memory_bytes(device), code)
 
 
 def memory_bytes(device: torch.device) -> dict[str, int]:

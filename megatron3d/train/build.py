@@ -33,7 +33,7 @@ from megatron3d.data.token_files.indexed import BLOCK, IndexedDataset
 from megatron3d.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron3d.errors import UserError
 from megatron3d.hardware.devices import device_peak
-from megatron3d.metrics import MetricsWriter, peak_memory_bytes
+from megatron3d.metrics import MetricsWriter, process_memory
 from megatron3d.metrics.timers import Timers
 from megatron3d.metrics.writer import WANDB_ID
 from megatron3d.model.group_plan import tied_links
@@ -72,7 +72,7 @@ def build_run(resolved: Resolved, runtime: Runtime, phases: StartupPhases) -> Ru
     if runtime.rank == 0:
         print_data_plan(spec, corpus)
     timers = Timers(runtime.device, is_off=config.logging.timing_log_level == 0)
-    baseline_bytes = peak_memory_bytes(runtime.device)
+    baseline = process_memory(runtime.device)
     state, comm = build_model(spec, corpus, runtime, timers, phases)
     identity = identity_of(spec, tokenizer, corpus)
     with phases("checkpoint"):
@@ -103,7 +103,7 @@ def build_run(resolved: Resolved, runtime: Runtime, phases: StartupPhases) -> Ru
         comm=comm,
         timers=timers,
         peak=peak,
-        baseline_bytes=baseline_bytes,
+        baseline=baseline,
         packing=packing,
         consumed_tokens=lambda num_samples: corpus.train.consumed_tokens(spec.batches.spans(num_samples)),
         faults=lambda: corpus.faults,

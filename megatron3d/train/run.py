@@ -16,7 +16,7 @@ from megatron3d.data.loader import BatchLoader, PrefetchingLoader
 from megatron3d.data.packing import Packing
 from megatron3d.data.ramp_plan import Batch, Batches
 from megatron3d.hardware.devices import Peak
-from megatron3d.metrics import MetricsWriter
+from megatron3d.metrics import MetricsWriter, ProcessMemory
 from megatron3d.metrics.timers import Timers
 from megatron3d.optim.optimizer import learning_rate
 from megatron3d.runtime.process import Runtime
@@ -38,7 +38,7 @@ class Run:
         comm: the communicator of `state`.
         timers: timers of a step's phases and of waiting for other ranks.
         peak: peak FLOP/s of one device; None if unknown.
-        baseline_bytes: peak memory before the model was built.
+        baseline: memory of the process before the model was built.
         packing: treatment of documents within a sample.
         consumed_tokens: returns the logged tokens of each corpus of a blend within the first n samples.
         faults: returns what is wrong with the first records that this rank has skipped so far.
@@ -55,7 +55,7 @@ class Run:
     comm: ProcessComm
     timers: Timers
     peak: Peak | None
-    baseline_bytes: int
+    baseline: ProcessMemory
     packing: Packing
     consumed_tokens: Callable[[int], Mapping[str, float]]
     faults: Callable[[], Sequence[str]]

@@ -132,6 +132,25 @@ def memory_table(step: StepSpec, measured: Sequence[int] | None = None) -> list[
     return align_columns([header, *rows]) + worst_load_lines(step) + router_notes(step.local.arch.balance)
 
 
+def process_growth(step: StepSpec, grown: int, code: int) -> str:
+    """Return of what the process of a rank on a CPU has grown in its first step, as text.
+
+    Args:
+        grown: bytes of the growth since before the model was built.
+        code: those of them that are files in memory, which are code of libraries.
+    """
+    estimated = rank_memory(step).total
+    rest = grown - estimated - code
+    name, size = unit_for(max(estimated, grown), BYTES)
+    parts = {"of libraries' code that the first step loads": code}
+    if rest < 0:  # some memory was the process's own before
+        parts["of tensors"] = grown - code
+    else:
+        parts = {"estimated": estimated, **parts, "of Python's objects and what the allocator keeps": rest}
+    shown = " + ".join(f"{value / size:,.1f} {what}" for what, value in parts.items())
+    return f"rank {step.local.mesh.rank}'s process grew by {grown / size:,.1f} {name} = {shown}"
+
+
 def worst_load_lines(step: StepSpec) -> list[str]:
     """Return the memory where every token goes to one rank of its expert group, as text; none without such a group."""
     experts, ranks = step.local.arch.experts, step.local.mesh.size(step.local.mode.experts)

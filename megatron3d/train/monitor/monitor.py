@@ -24,14 +24,14 @@ import torch
 from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.data.ramp_plan import Batch
 from megatron3d.forecast.memory.step_spec import StepSpec
-from megatron3d.forecast.memory.table import memory_table
+from megatron3d.forecast.memory.table import memory_table, process_growth
 from megatron3d.forecast.time import breakdown
 from megatron3d.forecast.time.breakdown import TimeBreakdown
 from megatron3d.forecast.time.forecast import STEPS, Forecast, forecast
 from megatron3d.forecast.time.traffic import step_flops
 from megatron3d.hardware.devices import corrected_peak, describe_peak, device_name
 from megatron3d.linear.overlap_plan import ExposedComm
-from megatron3d.metrics import StepRecord, peak_memory_bytes, timers
+from megatron3d.metrics import StepRecord, process_memory, timers
 from megatron3d.metrics.step_record import StepWork, Throughput, memory_bytes
 from megatron3d.metrics.timers import PHASES, Spread, own_ms, pipeline_bubble
 from megatron3d.model.linear_spec import flops_per_token
@@ -354,11 +354,14 @@ class Monitor:
     def _report_memory(self) -> None:
         """Report the peak memory of the first step next to its estimate."""
         device, metrics = self._run.runtime.device, self._run.metrics
-        grown = peak_memory_bytes(device) - self._run.baseline_bytes
+        now, before = process_memory(device), self._run.baseline
+        grown = now.peak - before.peak
         peaks = max_by_pipeline_rank(self._run.spec.parallel_state, self._run.comm, grown)
         if metrics:
-            how = "peak of allocated tensors" if device.type != "cpu" else "growth of the whole process"
-            lines = f"memory, estimated and measured in the first step ({how}):", *memory_table(self._job, peaks)
+            on_cpu = device.type == "cpu"
+            how = "growth of the whole process" if on_cpu else "peak of allocated tensors"
+            lines = [f"memory, estimated and measured in the first step ({how}):", *memory_table(self._job, peaks)]
+            lines += [process_growth(self._job, grown, now.code - before.code)] if on_cpu else []
             print("\n".join(f"> {line}" for line in lines))
             metrics.first_step(self._first_iteration, peaks)
 

@@ -29,7 +29,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from megatron3d.config.schema import Config, LoggingConfig, TrainConfig
 from megatron3d.errors import UserError
-from megatron3d.metrics import MetricsWriter, StepRecord, peak_memory_bytes
+from megatron3d.metrics import MetricsWriter, StepRecord, process_memory
 from megatron3d.metrics.journal import FILE_NAME, Journal, read_journal
 from megatron3d.metrics.step_record import evaluation_line, step_line
 from megatron3d.metrics.writer import WANDB_ID, TensorboardSink, numbers
@@ -411,6 +411,14 @@ def test_absent_wandb_is_refused_before_anything_is_written(tmp_path: Path, monk
 
 def test_peak_memory_grows_with_allocations() -> None:
     device = torch.device("cpu")
-    before = peak_memory_bytes(device)
+    before = process_memory(device).peak
     held = torch.ones(before // 4 + 2**24, dtype=torch.float32)
-    assert peak_memory_bytes(device) > max(before, held.nbytes)
+    assert process_memory(device).peak > max(before, held.nbytes)
+
+
+def test_code_is_part_of_the_memory_and_tensors_are_not_code() -> None:
+    before = process_memory(torch.device("cpu"))
+    held = torch.ones(2**24)
+    after = process_memory(torch.device("cpu"))
+    assert 2**24 < before.code < before.peak, "torch's libraries are in memory"
+    assert held.nbytes == 2**26 and after.code - before.code < 2**24

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from megatron3d.forecast.memory.table import (
     align_columns,
     describe,
     memory_table,
+    process_growth,
     stage_num_parameters,
     stage_table,
     unit_for,
@@ -97,6 +99,18 @@ def test_a_line_per_pipeline_rank_next_to_the_measurement(name: str) -> None:
 )
 def test_units_show_two_digits_before_the_point(largest: float, unit: str) -> None:
     assert unit_for(largest, BYTES)[0] == unit
+
+
+@pytest.mark.parametrize(("grown", "code", "words"), [(3.0, 0.5, 3), (1.0, 0.5, 2)])
+def test_what_a_process_has_grown_by_adds_up(grown: float, code: float, words: int) -> None:
+    """A process that had memory of its own before the model grows by less than the estimate."""
+    mine = step()
+    estimated = rank_memory(mine).total
+    line = process_growth(mine, round(grown * estimated), round(code * estimated))
+    total, *parts = (float(number.replace(",", "")) for number in re.findall(r"(?<= )[\d,]+\.\d", line))
+    assert line.startswith("rank 0's process grew by ") and len(parts) == words
+    assert sum(parts) == pytest.approx(total, abs=0.2)
+    assert (parts[0] == pytest.approx(code / grown * total, abs=0.2)) == (grown < 1 + code)
 
 
 def test_columns_are_aligned() -> None:
