@@ -400,7 +400,7 @@ MUTATIONS = [
     Mutation(
         "parameters of modules ahead without those of experts",
         "model/linear_spec.py",
-        "num_ahead * has_experts(arch, arch.num_layers - 1)",
+        "arch.mtp_num_layers * has_experts(arch, arch.num_layers - 1)",
         "0",
         FLOPS,
     ),

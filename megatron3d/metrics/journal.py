@@ -73,9 +73,17 @@ class ModelSizes(_Open):
     """Sizes of the model."""
 
     num_parameters: Count
+    num_active_parameters: NotRequired[Count]
     num_layers: Count
     hidden_size: Count
     vocab_size: Count
+
+
+class ExpertAxis(_Open):
+    """Ranks of an axis of experts, and the axes of the mesh that they are of."""
+
+    ranks: Rank
+    over: list[str]
 
 
 class FlopPeak(_Open):
@@ -120,6 +128,7 @@ class Start(_Open):
     versions: NotRequired[Versions]
     world_size: NotRequired[Rank]
     mesh: NotRequired[Annotated[dict[str, Rank], AfterValidator(_with_pipeline)]]
+    expert_mesh: NotRequired[dict[str, ExpertAxis]]
     ranks: NotRequired[dict[str, list[Rank]]]
     model: NotRequired[ModelSizes]
     peak: NotRequired[FlopPeak | None]
@@ -154,6 +163,7 @@ class JournalRow(AnyRow):
     validation_loss: NotRequired[float | None]
     rollback: NotRequired[str]
     straggler: NotRequired[str]
+    stop: NotRequired[str]
 
 
 T = TypeVar("T")

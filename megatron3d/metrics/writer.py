@@ -256,6 +256,10 @@ class MetricsWriter:
         print(f"> straggler: {message}", flush=True)
         self._write({"iteration": iteration, "straggler": message, "straggler_rank": rank})
 
+    def stop(self, iteration: int, why: str) -> None:
+        """Report that this launch has ended before the run's last iteration."""
+        self._write({"iteration": iteration, "stop": why})
+
     def tensor_statistics(self, iteration: int, statistics: Mapping[str, Any]) -> None:
         """Report the tensor statistics of each layer, which the console does not show."""
         self._write({"iteration": iteration, "moments": statistics})
@@ -278,7 +282,7 @@ class MetricsWriter:
         if self._journal is not None:
             self._journal.append(row)
         values = dict(numbers({name: value for name, value in row.items() if name != "iteration"}))
-        for sink in self._sinks:
+        for sink in self._sinks if values else ():
             sink.log(values, int(row["iteration"]))
 
 

@@ -145,7 +145,7 @@ def num_parameters(arch: Architecture) -> int:
     gates = 2 if arch.activation in GATED else 1
     mlp = gates * (h + mlp_bias) * f + f * h + mlp_bias * h + len(arch.activation_params)
     num_ahead = arch.mtp_num_layers
-    num_experts = len(expert_layers(arch)) + num_ahead * has_experts(arch, arch.num_layers - 1)
+    num_experts = _num_mixtures(arch)
     embeddings = arch.vocab_size * h * (1 if arch.tie_embeddings else 2)
     if arch.position_embedding_type == "learned_absolute":
         embeddings += arch.max_position_embeddings * h
@@ -160,18 +160,32 @@ def num_parameters(arch: Architecture) -> int:
     )
 
 
+def num_active_parameters(arch: Architecture) -> int:
+    """Return the number of parameters that a token passes: all but those of the experts that it does not choose."""
+    idle = 0 if arch.experts is None else arch.experts.num_experts - arch.experts.topk
+    return num_parameters(arch) - _num_mixtures(arch) * idle * _parameters_of_expert(arch)
+
+
+def _num_mixtures(arch: Architecture) -> int:
+    """Return the mixtures of experts of the model, those of multi-token prediction included."""
+    return len(expert_layers(arch)) + arch.mtp_num_layers * has_experts(arch, arch.num_layers - 1)
+
+
 def _expert_parameters(arch: Architecture) -> int:
     """Return the parameters of a mixture of experts: router, experts, shared experts and their gate."""
     experts, h = arch.experts, arch.hidden_size
     if experts is None:
         return 0
+    shared = (3 if arch.activation in GATED else 2) * experts.shared_ffn_hidden_size + experts.has_shared_gate
+    router = experts.num_experts * (h + experts.has_router_bias)
+    return router + h * shared + experts.num_experts * _parameters_of_expert(arch)
+
+
+def _parameters_of_expert(arch: Architecture) -> int:
+    """Return the parameters of one expert; shared ones have no bias."""
+    ffn, h = arch.experts.ffn_hidden_size if arch.experts else 0, arch.hidden_size
     matrices = 3 if arch.activation in GATED else 2
-    ffn = experts.num_experts * experts.ffn_hidden_size + experts.shared_ffn_hidden_size
-    biases = experts.num_experts * ((matrices - 1) * experts.ffn_hidden_size + h)  # shared experts have none
-    router_bias = experts.num_experts * experts.has_router_bias
-    return (
-        h * (experts.num_experts + matrices * ffn + experts.has_shared_gate) + biases * arch.has_mlp_bias + router_bias
-    )
+    return matrices * h * ffn + ((matrices - 1) * ffn + h) * arch.has_mlp_bias
 
 
 def _latent_parameters(arch: Architecture) -> int:

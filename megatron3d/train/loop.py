@@ -6,6 +6,7 @@ import gc
 import stat
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -127,7 +128,7 @@ def _train(run: Run, stop: StopSignal, stop_file: StopFile, collector: ManualGc)
 
     rollbacks.finish()
     save_last(run)
-    return ExitCode.STOPPED if state.iteration < train_iters else ExitCode.DONE
+    return exit_code(run, lambda: limits.why_stopped(state.iteration, stop, stop_file))
 
 
 def evaluate_and_compare(run: Run, monitor: Monitor) -> float | None:
@@ -247,6 +248,16 @@ def save_last(run: Run) -> None:
         run.saver.finish(state.iteration, source_of(state), describe(state, run.identity, run.config))
 
 
+def exit_code(run: Run, why_stopped: Callable[[], str]) -> int:
+    """Return the exit code of a run that has ended; report why where its last iteration is not reached."""
+    iteration = run.state.iteration
+    if iteration == run.spec.train_iters:
+        return ExitCode.DONE
+    if run.metrics:
+        run.metrics.stop(iteration, why_stopped())
+    return ExitCode.STOPPED
+
+
 def is_due(iteration: int, interval: int | None) -> bool:
     """Return whether `iteration` is a multiple of `interval`; never without an interval."""
     return interval is not None and iteration % interval == 0
@@ -268,6 +279,16 @@ class ExitLimits:
     def is_last(self, iteration: int) -> bool:
         """Return whether this launch ends with the iteration without being asked to."""
         return iteration == self._train_iters or is_due(iteration, self._exit_interval)
+
+    def why_stopped(self, iteration: int, stop: StopSignal, stop_file: StopFile) -> str:
+        """Return what ended this launch after an iteration before the last one, as this rank knows it."""
+        reasons = {
+            "train.exit_interval": is_due(iteration, self._exit_interval),
+            f"signal {stop.requested}": stop.requested is not None,
+            f"the file `{STOP_FILE}`": stop_file.is_found,
+            "train.exit_duration_in_mins": self.is_time_up,
+        }
+        return next((why for why, holds in reasons.items() if holds), "another rank's request")
 
     def end_after(self, iteration: int, previous: Readout | None) -> bool:
         """Return whether to stop after this iteration, as its number or a rank of the step before asks."""

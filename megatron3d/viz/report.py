@@ -47,6 +47,7 @@ RATES = (
     ("pipeline bubble", "pipeline_bubble", "{:.1%}"),
 )
 _SECTION, _KEY = re.compile(r"(\w+):\s*"), re.compile(r"  (\w+): (.*\S)\s+# (.*)")
+DERIVED = "derived: "
 Start = Mapping[str, Any]
 Cells = tuple[Any, ...]
 
@@ -96,6 +97,8 @@ def report(folder: Path, refresh_s: int | None = None) -> str:
     }
     if start:
         values["machines"] = [(name, len(ranks), ranges(ranks)) for name, ranks in start["ranks"].items()]
+        experts = start.get("expert_mesh", {})
+        values["expert_mesh"] = [(name, axis["ranks"], " x ".join(axis["over"])) for name, axis in experts.items()]
         values.update(stages=_stages(start), memory=_memory(start, rows), pipeline=_pipeline(start, folder))
     environment = Environment(
         loader=PackageLoader("megatron3d.viz"), autoescape=True, undefined=StrictUndefined, finalize=_shown
@@ -144,12 +147,17 @@ def _facts(start: Start, steps: Rows) -> dict[str, str]:
 
 
 def _events(rows: Rows, bad: Rows) -> list[Cells]:
-    """Return launches, non-finite steps, rollbacks and stragglers as (iteration, kind, words), in order."""
-    events: list[Cells] = [(row["iteration"], "start", row["start"]["time"]) for row in rows if "start" in row]
-    for row in bad[:MAX_BAD_STEPS]:
-        events.append((row["iteration"], "not finite", f"loss {row['lm_loss']}, norm {row.get('grad_norm')}"))
-    events += [(row["iteration"], kind, row[kind]) for row in rows for kind in ("rollback", "straggler") if kind in row]
-    return sorted(events)
+    """Return launches, stops, non-finite steps, rollbacks and stragglers as (iteration, kind, words), in order."""
+    shown = list(map(id, bad[:MAX_BAD_STEPS]))
+    events = list[Cells]()
+    for row in rows:
+        told: dict[str, str] = {kind: row[kind] for kind in ("rollback", "straggler", "stop") if kind in row}
+        if "start" in row:
+            told["start"] = row["start"]["time"]
+        if id(row) in shown:
+            told["not finite"] = f"loss {row['lm_loss']}, norm {row.get('grad_norm')}"
+        events += [(row["iteration"], kind, words) for kind, words in told.items()]
+    return events
 
 
 def _phases(steps: Rows) -> dict[str, tuple[Cells, float]]:
@@ -240,7 +248,11 @@ def _pipeline(start: Start, folder: Path) -> Picture:
 
 
 def _configuration(path: Path) -> list[Cells]:
-    """Return every key with its value and origin, as the run's config.yaml has them; nothing without that file."""
+    """Return every key with its value and origin, as the run's config.yaml has them; nothing without that file.
+
+    The file has null where a value is derived, and what it is derived to in the comment; null to which nothing is
+    derived is the default.
+    """
     if not path.is_file():
         return []
     values, section = list[Cells](), ""
@@ -248,5 +260,9 @@ def _configuration(path: Path) -> list[Cells]:
         if match := _SECTION.fullmatch(line):
             section = match[1]
         elif match := _KEY.fullmatch(line):
-            values.append((f"{section}.{match[1]}", match[2], match[3]))
+            value, origin = match[2], match[3]
+            if value == "null" and origin.startswith(DERIVED):
+                value = origin.removeprefix(DERIVED)
+                origin = "default" if value == "null" else DERIVED.rstrip(": ")
+            values.append((f"{section}.{match[1]}", value, origin))
     return values

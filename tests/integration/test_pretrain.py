@@ -101,6 +101,8 @@ def test_the_last_iteration_is_logged(config: Path) -> None:
     assert run(config, *asked, "train.train_iters=6").code == 0
     assert run(config, *asked, "train.train_iters=9", "train.exit_interval=7").code == 3
     assert [iteration for iteration, *_ in steps(Path(folder))] == [4, 6, 7]
+    last = read_journal(Path(folder) / "metrics.jsonl")[-1]
+    assert last == {"iteration": 7, "stop": "train.exit_interval"}, "a run that is complete did not stop"
 
 
 def test_the_written_configuration_is_the_configuration(config: Path, overrides: list[str], trained: Path) -> None:

@@ -21,6 +21,7 @@ import torch
 from megatron3d.checkpoint import store
 from megatron3d.errors import ExitCode
 from megatron3d.metrics import MetricsWriter, StepRecord
+from megatron3d.metrics.journal import FILE_NAME, read_journal
 from megatron3d.runtime import process
 from megatron3d.train import loop
 from tests.support.pool import Pool
@@ -176,6 +177,7 @@ def test_a_stop_file_or_folder_saves(config: Path, tmp_path: Path, kind: str) ->
         after_each_step(patch, ask)
         outcome = run(config, *settings)
     assert outcome.code == ExitCode.STOPPED and "> saved" in outcome.out
+    assert [row["stop"] for row in read_journal(tmp_path / "run" / FILE_NAME) if "stop" in row] == ["the file `stop`"]
     assert stop.exists() == ("cannot be removed (Directory not empty)" in outcome.out) == (kind == "full folder")
 
 
@@ -287,6 +289,8 @@ def test_a_signal_to_launch_local(
     told = f"> {number.name}: stopping after this step or the next, and saving{once_more}\n"
     assert code == ExitCode.STOPPED and re.fullmatch(LAUNCHED + re.escape(told), err), err
     last = steps(tmp_path / "run")[-1][0]
+    stopped = read_journal(tmp_path / "run" / FILE_NAME)[-1]
+    assert stopped == {"iteration": last, "stop": f"signal {number.name}"}
     assert f"> stopped at iteration {last} of 1000000, saved in {tmp_path}/run\n> to go on: the same command\n" in out
     assert run(config, *settings, f"train.train_iters={last + 2}").code == ExitCode.DONE
     alone = [*in_run(f"{tmp_path}/alone"), *settings[2:], f"train.train_iters={last + 2}"]

@@ -33,11 +33,12 @@ from megatron3d.linear.gemm import onednn_gemms
 from megatron3d.metrics.step_record import StepWork
 from megatron3d.model.experts import ExpertLinear
 from megatron3d.model.layers import is_opaque
-from megatron3d.model.linear_spec import flops_per_token, num_parameters
+from megatron3d.model.linear_spec import flops_per_token, num_active_parameters, num_parameters
 from megatron3d.model.local_sizes import KERNELS, LocalSizes
 from megatron3d.model.router_state import is_first
 from megatron3d.model.spec import GATED, has_window
 from megatron3d.ops.cross_entropy import LOSS_KERNEL_NAMES, loss_kernel
+from megatron3d.parallel.mesh import PIPELINE
 from megatron3d.parallel.parallel_state import ParallelState
 from megatron3d.train.monitor.tensor_stats import written_tensors
 from megatron3d.train.run import Run
@@ -248,7 +249,8 @@ def _lines(state: TrainState, peak: Peak | None, settings: Mapping[str, str]) ->
         f"padded to {arch.padded_vocab_size}"
     )
     local = sum(high - low for flat in flats for low, high in flat.spans.values())
-    yield f"parameters: {num_parameters(arch):,} in the model, counted over all ranks; {local:,} on rank 0"
+    active = f" ({num_active_parameters(arch):,} active for a token)" if arch.experts else ""
+    yield f"parameters: {num_parameters(arch):,} in the model{active}, counted over all ranks; {local:,} on rank 0"
     parts = {name: sum(flat.nbytes[name] for flat in flats) for name in ("weights", "gradients")}
     parts["optimizer"] = state.optimizer.num_bytes
     shown = " + ".join(f"{name} {value / 2**20:,.1f}" for name, value in parts.items())
@@ -285,7 +287,7 @@ def report_end(run: Run) -> Iterator[str]:
 def run_metadata(
     run: Run, job: StepSpec, work: StepWork, devices: Sequence[str], forecast: Forecast | str
 ) -> Mapping[str, Any]:
-    """Return versions, mesh, devices, model, work per step, and the estimated memory and step time.
+    """Return versions, meshes, devices, model, work per step, and the estimated memory and step time.
 
     Args:
         devices: host and device of each rank.
@@ -298,15 +300,29 @@ def run_metadata(
         "versions": {"megatron3d": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
         "world_size": run.runtime.world_size,
         "mesh": dict(run.comm.mesh.axes),
+        "expert_mesh": expert_mesh(job.local) if arch.experts else {},
         "ranks": {name: [rank for rank, at in enumerate(devices) if at == name] for name in dict.fromkeys(devices)},
         "train_iters": run.spec.train_iters,
-        "model": {**asdict(arch), "num_parameters": num_parameters(arch)},
+        "model": {
+            **asdict(arch),
+            "num_parameters": num_parameters(arch),
+            "num_active_parameters": num_active_parameters(arch),
+        },
         "work": asdict(work),
         "peak": None if peak is None else asdict(peak),
         "stages": [asdict(stage) for stage in stage_summaries(job)],
         "memory_bytes": [rank_memory(rank).categories for rank in ranks],
         "step_s": _predicted_step(forecast),
     }
+
+
+def expert_mesh(local: LocalSizes) -> Mapping[str, Mapping[str, Any]]:
+    """Return the axes of experts by name: their ranks, and over which axes of the mesh these are."""
+    mesh, mode = local.mesh, local.mode
+    stage = tuple(axis for axis in mesh.names if axis != PIPELINE)
+    axes = {"expert": mode.experts, "etensor": mode.etensor}
+    axes = {"edata": mesh.without(stage, (*mode.experts, *mode.etensor)), **axes}
+    return {name: {"ranks": mesh.size(over), "over": list(mesh.nontrivial(over))} for name, over in axes.items()}
 
 
 def _predicted_step(forecast: Forecast | str) -> Mapping[str, Any]:

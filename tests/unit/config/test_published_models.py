@@ -15,7 +15,7 @@ from megatron3d.config.read import read_config
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.convert.config_json import read_settings
 from megatron3d.forecast.memory.rank import predict_memory
-from megatron3d.model.linear_spec import num_parameters
+from megatron3d.model.linear_spec import num_active_parameters, num_parameters
 from megatron3d.model.local_sizes import KERNELS
 from megatron3d.model.spec import architecture_record, changed_fields, expert_layers, may_change
 
@@ -168,6 +168,7 @@ def test_active_parameters_are_those_that_the_authors_count(name: str) -> None:
     unused = len(expert_layers(arch)) * (experts.num_experts - experts.topk)
     biases = (2 * experts.ffn_hidden_size + arch.hidden_size) * arch.has_mlp_bias
     active = num_parameters(arch) - unused * (3 * arch.hidden_size * experts.ffn_hidden_size + biases)
+    assert active == num_active_parameters(arch)
     assert f"# active {active:,} for each token\n" in path.read_text()
     matrices = next((count for start, count in UNCOUNTED.items() if name.startswith(start)), 0)
     assert abs((active - matrices * arch.vocab_size * arch.hidden_size) / 1e9 - ACTIVE[name]) < 0.03 * ACTIVE[name]

@@ -83,6 +83,39 @@ def test_the_page_shows_the_run(trained: Path) -> None:
     assert is_finished(rows) and not is_finished(rows[:2])
 
 
+def table(page: str, first: str) -> list[list[str]]:
+    """Return the cells of the table whose header begins with a cell."""
+    (body,) = re.findall(rf"<table>\s*<tr><th>{re.escape(first)}</th>.*?</table>", page, re.S)
+    rows = (re.findall(r"<td>(.*?)</td>", row, re.S) for row in body.split("<tr>"))
+    return [row for row in rows if row]
+
+
+def test_derived_values_are_values(trained: Path) -> None:
+    """config.yaml has null for them, and what they are in a comment."""
+    given, defaults = report(trained).split("<summary>")
+    rows = {key: (value, origin) for key, value, origin in table(given, "key")}
+    assert rows["model.ffn_hidden_size"] == ("128", "derived") and rows["train.train_iters"] == ("3", "command line")
+    assert all(value != "null" for value, origin in rows.values() if origin == "derived")
+    unset = {key: (value, origin) for key, value, origin in table(defaults, "key")}
+    assert unset["model.kv_lora_rank"] == ("null", "default")
+
+
+def test_axes_of_experts_and_active_parameters_are_shown(tmp_path: Path, pool: Pool) -> None:
+    config, folder = write_config(tmp_path), tmp_path / "run"
+    asked = [*in_run(str(folder)), "parallel.tensor_model_parallel_size=2", "parallel.expert_model_parallel_size=4"]
+    asked += ["model.num_moe_experts=8", "model.moe_router_topk=2", "train.train_iters=1"]
+    assert pool.run(run_as_rank, 8, config, [asked]) == [[ExitCode.DONE]] * 8
+    page = report(folder)
+    assert table(page, "axis") == [["pipeline", "1"], ["replica", "1"], ["data", "4"], ["t", "2"]]
+    axes = table(page, "axis of experts")
+    assert axes == [["edata", "2", "data.0"], ["expert", "4", "data.1 x t"], ["etensor", "1", ""]]
+    model = read_journal(folder / FILE_NAME)[0]["start"]["model"]
+    weights = model["num_layers"] * (8 - 2) * 2 * 32 * model["experts"]["ffn_hidden_size"]
+    biases = model["num_layers"] * (8 - 2) * (model["experts"]["ffn_hidden_size"] + 32)
+    assert model["num_active_parameters"] == model["num_parameters"] - weights - biases
+    assert f"({model['num_active_parameters']:,} active for a token)" in page
+
+
 def test_the_title_is_the_name_of_the_run(trained: Path, tmp_path: Path) -> None:
     folder = tmp_path / "quickstart" / "checkpoints"
     shutil.copytree(trained, folder)
@@ -102,11 +135,14 @@ def test_parts_of_a_step_are_next_to_their_prediction(trained: Path, tmp_path: P
 def test_problems_of_a_run_are_highlighted(tmp_path: Path) -> None:
     """The report also handles a run that wrote nothing but steps, as another version may have."""
     steps = [{"iteration": i, "lm_loss": 1.0 if i < 3 else float("nan"), "elapsed_ms": 5.0} for i in (1, 2, 3)]
-    rows: list[dict[str, Any]] = [*steps, {"iteration": 3, "straggler": "rank 5 is slow"}]
+    others = {"straggler": "rank 5 is slow", "stop": "signal SIGTERM"}
+    rows: list[dict[str, Any]] = [*steps, *({"iteration": 3, kind: why} for kind, why in others.items())]
     (tmp_path / FILE_NAME).write_text("".join(json.dumps(row) + "\n" for row in rows))
     text = report(tmp_path, refresh_s=7)
     words = Reader(text).words
-    assert "1 logged step(s) have a loss" in words and "rank 5 is slow" in words
+    assert "1 logged step(s) have a loss" in words
+    events = table(text.partition("<h2>Events</h2>")[2], "iteration")  # as they were written
+    assert events == [["3", "not finite", "loss nan, norm None"], *(["3", *event] for event in others.items())]
     assert '<meta http-equiv="refresh" content="7">' in text
 
 
