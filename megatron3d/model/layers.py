@@ -36,7 +36,7 @@ from megatron3d.model.experts import MoE
 from megatron3d.model.linear_spec import DOWN, GATE, KV_UP, PROJ, Q_UP, QKV, layer_linears
 from megatron3d.model.microbatch import Pass
 from megatron3d.model.modules import MLP, Build, HiddenDropout, Linear, Norm
-from megatron3d.model.spec import CORE_ATTN, MLA_UP_PROJ, attention_kind, has_experts, rotaries
+from megatron3d.model.spec import CORE_ATTN, DENSE_MLP, MLA_UP_PROJ, attention_kind, has_experts, rotaries
 from megatron3d.ops.dropout import derive_seed
 from megatron3d.ops.norm import TORCH_NORMS
 
@@ -252,7 +252,7 @@ class Layer(nn.Module):
         self.attention_dropout = HiddenDropout(f"{name}.attention.proj", build)
         self.attention_output_norm = norm("attention_output_norm")
         self.post_attention_norm = norm("post_attention_norm")
-        self.mlp = MoE(index, name, build) if has_experts(build.arch, index) else MLP(name, build)
+        self.mlp = MoE(index, name, build) if has_experts(build.arch, index) else MLP(name, build, within=(DENSE_MLP,))
         self.mlp_output_norm = norm("mlp_output_norm")
         self.mlp_dropout = HiddenDropout(f"{name}.mlp.fc2", build)
 
@@ -290,6 +290,8 @@ _OPAQUE: Mapping[type[nn.Module], Callable[[Any], bool]] = {
         or bool(m.heads.gather_axes or m.context)
     ),
     LatentAttention: lambda m: bool(m.plan.k or m.plan.n),
-    MLP: lambda m: m.recomputes_activation and not (m.fc1.matmul.is_plain and m.fc2.matmul.is_plain),
+    MLP: lambda m: (
+        m.recomputes_all or (m.recomputes_activation and not (m.fc1.matmul.is_plain and m.fc2.matmul.is_plain))
+    ),
     MoE: lambda m: True,
 }

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from megatron3d.model.linear_spec import FC1, FC2, KV_UP, Q_UP, linear_size
 from megatron3d.model.local_sizes import LocalMatmul, LocalSizes
-from megatron3d.model.spec import MLA_UP_PROJ, MLP_ACT, MOE_ACT
+from megatron3d.model.spec import DENSE_MLP, MLA_UP_PROJ, MLP_ACT, MOE_ACT
 from megatron3d.model.workspaces import linear_backward, linear_forward, linear_wgrad, reduced_later
 from megatron3d.parallel.matmul_plan import Traffic, ring
 from megatron3d.parallel.mesh import Axes
@@ -349,7 +349,8 @@ def activation(local: LocalSizes, site: str, x: Stored, numel: int) -> Operation
     y = Stored(site, "output", unit)
     known = {"input": x, "output": y}
     saved = [known.get(what, Stored(site, what, unit)) for what in _ACTIVATIONS[local.arch.activation]]
-    is_one_kernel = local.is_compiled and local.experts is None  # the compiler leaves experts out, shared ones too
+    # The compiler leaves experts out, shared ones too, and MLPs that are recomputed as a whole.
+    is_one_kernel = local.is_compiled and local.experts is None and DENSE_MLP not in local.recompute.chosen
     return Operation(
         name=site,
         reads=(x,),

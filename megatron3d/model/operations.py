@@ -27,7 +27,7 @@ from megatron3d.model.operation import (
     mlp_operations,
     stream_norm,
 )
-from megatron3d.model.spec import rotaries, temperature
+from megatron3d.model.spec import DENSE_MLP, rotaries, temperature
 from megatron3d.model.workspaces import embedding_backward, embedding_forward, head_forward
 from megatron3d.ops.plan import relayout_traffic
 from megatron3d.parallel.matmul_plan import Traffic, flows, ring
@@ -64,7 +64,10 @@ def _layer(local: LocalSizes) -> list[Operation]:
     found.extend(attention_operations(local, first))
     behind = ends("attention", "attention_output_norm")
     x = normed("post_attention_norm", (stream, first, behind)[local.arch.mlp_input])
-    found.extend(mlp_operations(local, x) if local.experts is None else expert_operations(local, local.experts, x))
+    if local.experts is None:
+        found.extend(replace(each, within=(DENSE_MLP,)) for each in mlp_operations(local, x))
+    else:
+        found.extend(expert_operations(local, local.experts, x))
     ends("mlp", "mlp_output_norm")
     return found
 

@@ -189,12 +189,15 @@ RECOMPUTATIONS = {
 }
 
 
-@pytest.mark.parametrize("recompute", RECOMPUTATIONS)
-@pytest.mark.parametrize("mode", ["1d", "3d"])
+MLPS = {"mlp": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}}
+
+
+@pytest.mark.parametrize("recompute", [*RECOMPUTATIONS, *MLPS])
+@pytest.mark.parametrize("mode", MODES)
 def test_recomputation(recompute: str, mode: str) -> None:
     parallel = {"tensor_parallel_mode": mode, "tensor_model_parallel_size": 8, "tp_keep_gathered_weights": mode == "3d"}
     model = "llama" if mode == "1d" else "gpt2"
-    config = configure(model, parallel, 8, global_batch_size=40, **RECOMPUTATIONS[recompute])
+    config = configure(model, parallel, 8, global_batch_size=40, **(RECOMPUTATIONS | MLPS)[recompute])
     assert problems(config, 8, (5,), is_dry=(recompute, mode) == ("block", "1d")) == []
 
 

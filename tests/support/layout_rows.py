@@ -34,6 +34,7 @@ from tests.support.equality import (
     FORMS,
     MODELS,
     NUM_RANKS,
+    OF_DENSE,
     OF_EXPERTS,
     OF_SHARED,
     OVERLAPS,
@@ -72,9 +73,14 @@ DENSE, WHOLE, ON_TENSOR, BEYOND_TENSOR, SPLIT, BOTH_FOLDED = FOLDINGS = (
 DISTRIBUTED = frozenset({ON_TENSOR, BEYOND_TENSOR, BOTH_FOLDED})
 WITH_EXPERTS = frozenset(name for name, keys in MODELS.items() if "num_moe_experts" in keys)
 WITH_SHARED = frozenset(name for name, keys in MODELS.items() if "moe_shared_expert_intermediate_size" in keys)
+WITH_DENSE = frozenset(MODELS) - {name for name in WITH_EXPERTS if "moe_layer_freq" not in MODELS[name]}
 # Models that have the modules of a recomputation; all have those of others.
-WITH_MODULES = dict.fromkeys(OF_EXPERTS, WITH_EXPERTS) | dict.fromkeys(OF_SHARED, WITH_SHARED)
-ALL_RECOMPUTATIONS = {**RECOMPUTATIONS, **OF_EXPERTS, **OF_SHARED}
+WITH_MODULES = {
+    **dict.fromkeys(OF_DENSE, WITH_DENSE),
+    **dict.fromkeys(OF_EXPERTS, WITH_EXPERTS),
+    **dict.fromkeys(OF_SHARED, WITH_SHARED),
+}
+ALL_RECOMPUTATIONS = {**RECOMPUTATIONS, **OF_DENSE, **OF_EXPERTS, **OF_SHARED}
 
 FACTORS: dict[str, Sequence[Any]] = {
     "shape": [(1,), *(shape for size in (2, 4, 8) for num_axes in (1, 2, 3) for shape in shapes(num_axes, size))],

@@ -10,7 +10,16 @@ from megatron3d.config.model_defaults import LATENT_KEYS, ROTARY_KEYS, wrong_pai
 from megatron3d.config.read import one_of
 from megatron3d.config.validate.facts import Facts, describe_mode, near_divisors, near_multiples, plain
 from megatron3d.experts.plan import expert_sizes, stage_axes
-from megatron3d.model.spec import CORE_ATTN, MLA_UP_PROJ, MOE, MOE_ACT, SHARED_EXPERTS, attention_kinds
+from megatron3d.model.spec import (
+    CORE_ATTN,
+    DENSE_MLP,
+    MLA_UP_PROJ,
+    MOE,
+    MOE_ACT,
+    SHARED_EXPERTS,
+    attention_kinds,
+    expert_layers,
+)
 from megatron3d.parallel.mesh import Sizes
 from megatron3d.parallel.modes.mode import Mode
 
@@ -223,10 +232,11 @@ def latent_problems(facts: Facts) -> Iterator[str]:
 
 def _recompute_problems(facts: Facts) -> Iterator[str]:
     """Yield a message for modules that the model does not have, or that are recomputed without, or within, others."""
-    modules, experts = facts.config.train.recompute_modules or (), facts.arch.experts
+    modules, arch, experts = facts.config.train.recompute_modules or (), facts.arch, facts.arch.experts
     where, is_latent = facts.named("train.recompute_modules"), facts.config.model.multi_latent_attention
     owners = {
         MLA_UP_PROJ: ("latent attention", is_latent),
+        DENSE_MLP: ("dense layers", len(expert_layers(arch)) < arch.num_layers),
         MOE_ACT: ("a mixture of experts", experts is not None),
         MOE: ("a mixture of experts", experts is not None),
         SHARED_EXPERTS: ("a mixture with shared experts", experts is not None and experts.shared_ffn_hidden_size > 0),

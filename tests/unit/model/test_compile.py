@@ -533,3 +533,16 @@ def test_a_compiled_layer_has_few_kernels_between_its_gemms(
         calls = [re.findall(r"^ +(cpp_fused_\w+)\(", source, re.M) for source in sources]
         counts.append(sum(map(len, calls)) if compiles else counter.num_kernels)
     assert counts[0] >= least and counts[1] <= most, f"{counts[0]} kernels, compiled {counts[1]}"
+
+
+def test_an_mlp_that_is_recomputed_as_a_whole_stays_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its layer is compiled around it, and computes what an eager layer does."""
+    monkeypatch.setattr("megatron3d.train.state.Compiler", partial(Compiler, backend=as_autograd_differentiates))
+    model = {"family": "llama", "num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "seq_length": 8}
+    train = {"global_batch_size": 2, "micro_batch_size": 1, "precision": "fp64"}
+    train |= {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
+    sections = [{"model": model, "train": {**train, "compile": compiles}} for compiles in (False, True)]
+    specs = [RunSpec(Config.model_validate(each), 1, 61, 0) for each in sections]
+    eager, compiled = (trace(spec, connect(spec), 3) for spec in specs)
+    assert eager is not None and compiled is not None, "one process is rank 0"
+    assert list(differences(eager, compiled, 1e-12)) == []

@@ -76,6 +76,9 @@ def test_up_projections_are_recomputed_with_latent_attention_only() -> None:
     assert "moe is a part of a mixture of experts only; use [mlp_act]" in without
     mixture = {"hidden_size": 64, "num_moe_experts": 4}
     assert found(mixture, "moe_act", "mlp_act") == found(mixture, "moe", "mlp_act") == []
+    assert found(plain, "mlp", "mlp_act") == found({**mixture, "moe_layer_freq": (0, 1)}, "mlp") == []
+    (without,) = found(mixture, "mlp_act", "mlp")
+    assert "mlp is a part of dense layers only; use [mlp_act]" in without
     (alone,) = found(mixture, "shared_experts")
     assert "shared_experts is a part of a mixture with shared experts only; use null" in alone
     (both,) = found({**mixture, "moe_shared_expert_intermediate_size": 8}, "moe", "shared_experts", "moe_act")

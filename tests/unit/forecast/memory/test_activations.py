@@ -334,7 +334,8 @@ def test_nothing_is_named_twice(name: str) -> None:
 RECOMPUTED = {
     "core": Recompute("selective", frozenset({"core_attn"})),
     "activation": Recompute("selective", frozenset({"mlp_act"})),
-    "core and activation": Recompute("selective", frozenset(MODULES)),
+    "MLP": Recompute("selective", frozenset({"mlp"})),
+    "everything by name": Recompute("selective", frozenset(MODULES)),
     "every layer": Recompute("full"),
     "layers by two": Recompute("full", num_layers=2),
     "the first layer": Recompute("full", method="block"),
