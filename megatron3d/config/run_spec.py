@@ -26,7 +26,7 @@ from megatron3d.errors import UserError
 from megatron3d.experts.plan import stage_axes, with_experts
 from megatron3d.linear.overlap_plan import TPOverlap
 from megatron3d.model.group_plan import communication_axes, exposed_axes, pipeline_links
-from megatron3d.model.spec import CORE_ATTN, UNIFORM, Architecture, Recompute
+from megatron3d.model.spec import CORE_ATTN, LAYERNORM, UNIFORM, Architecture, Recompute
 from megatron3d.model.stage_plan import divide, make_stages
 from megatron3d.ops.plan import CPU_LOSS_CHUNK, GPU_LOSS_CHUNK, LossChunk
 from megatron3d.parallel.home_plan import home_axes
@@ -122,9 +122,9 @@ class RunSpec:
         return GPU_LOSS_CHUNK if on_gpu else CPU_LOSS_CHUNK
 
     def compiles(self, on_gpu: bool) -> bool:
-        """Return whether layers are compiled: as configured, by default on GPUs only."""
+        """Return whether layers are compiled: as configured, by default on GPUs, unless norms are recomputed."""
         setting = self.config.train.compile
-        return on_gpu if setting == "auto" else setting
+        return on_gpu and LAYERNORM not in self.recompute.chosen if setting == "auto" else setting
 
     # Tensor parallelism
 

@@ -372,7 +372,9 @@ class LoggingConfig(Section, frozen=True):
 
 HeadAndRingRanks = Annotated[tuple[Positive, Positive], Field(strict=False, examples=["[8,4]"])]
 Growth = Annotated[tuple[Positive, Positive, Positive], Field(strict=False, examples=["[8,8,1000]"])]
-RecomputeModules = tuple[Literal["core_attn", "mlp_act", "mla_up_proj", "moe_act", "shared_experts", "moe", "mlp"], ...]
+RecomputeModules = tuple[
+    Literal["core_attn", "mlp_act", "mla_up_proj", "moe_act", "shared_experts", "moe", "mlp", "layernorm"], ...
+]
 MomentDtype = Literal["fp32", "bf16"]
 # Iterations of a run that names neither iterations nor samples.
 DEFAULT_ITERS = 1000
@@ -583,7 +585,8 @@ class TrainConfig(Section, frozen=True):
     recompute_modules: RecomputeModules | None = key(
         None,
         "modules to recompute, with selective; mlp_act includes moe_act; moe is a whole mixture of experts, "
-        "mlp a whole dense MLP; mla_up_proj goes with core_attn; default: core_attn",
+        "mlp a whole dense MLP, layernorm the norms before attention and MLP, without compile; "
+        "mla_up_proj goes with core_attn; default: core_attn",
         strict=False,
         min_length=1,
     )

@@ -141,7 +141,8 @@ class Router(nn.Module):
         self.state.add(name)
 
     def forward(self, x_MH: Tensor, at: Pass) -> Routes:
-        logits_ME = router_logits(x_MH, self.weight, self.bias)
+        with at.reads_input():
+            logits_ME = router_logits(x_MH, self.weight, self.bias)
         is_training = at.target is not None and torch.is_grad_enabled()
         counted = partial(self._count, at) if is_training else None
         expert_bias_E, once = self.state.row(self.name, "expert_bias"), partial(at.once, f"{self.name}.choice")
@@ -252,7 +253,8 @@ class MoE(nn.Module):
 
     def forward(self, x_MH: Tensor, at: Pass) -> Tensor:
         if self.recomputes_all:
-            return recomputed(self.mixture, x_MH, replace(at, kept=KeptResults()))
+            with at.reads_input():
+                return recomputed(self.mixture, x_MH, replace(at.saving(None), kept=KeptResults()))
         return self.mixture(x_MH, at)
 
     def mixture(self, x_MH: Tensor, at: Pass) -> Tensor:
@@ -268,6 +270,8 @@ class MoE(nn.Module):
         del computed  # nothing but backward needs the rows any more
         y_MH = reduce_rows(y_MH, *shared_by)
         if self.shared_gate is not None and shared_MH is not None:
-            return self.relayout.from_rows(y_MH + self.shared_gate(home_MH) * self.relayout.to_rows(shared_MH))
+            with at.reads_input():
+                gate_M1 = self.shared_gate(home_MH)
+            return self.relayout.from_rows(y_MH + gate_M1 * self.relayout.to_rows(shared_MH))
         y_MH = self.relayout.from_rows(y_MH)
         return y_MH if shared_MH is None else y_MH + shared_MH

@@ -36,9 +36,10 @@ from megatron3d.model.experts import MoE
 from megatron3d.model.linear_spec import DOWN, GATE, KV_UP, PROJ, Q_UP, QKV, layer_linears
 from megatron3d.model.microbatch import Pass
 from megatron3d.model.modules import MLP, Build, HiddenDropout, Linear, Norm
-from megatron3d.model.spec import CORE_ATTN, DENSE_MLP, MLA_UP_PROJ, attention_kind, has_experts, rotaries
+from megatron3d.model.spec import CORE_ATTN, DENSE_MLP, LAYERNORM, MLA_UP_PROJ, attention_kind, has_experts, rotaries
 from megatron3d.ops.dropout import derive_seed
 from megatron3d.ops.norm import TORCH_NORMS
+from megatron3d.ops.recompute import OutputAgain
 
 
 class Attention(nn.Module):
@@ -78,7 +79,8 @@ class Attention(nn.Module):
         self.has_gate, self.clip = arch.attention_output_gate, arch.clip_qkv
 
     def forward(self, x_MH: Tensor, at: Pass) -> Tensor:
-        qkv_MF = self.qkv(x_MH)
+        with at.reads_input():
+            qkv_MF = self.qkv(x_MH)
         compute = partial(recomputed_attention, self.core) if self.recomputes_core else self.core
         y_MF: Tensor = self.proj(compute(qkv_MF, at))
         return y_MF
@@ -176,20 +178,26 @@ class LatentAttention(Attention):
         self.recomputes_up = build.recompute.recomputes(MLA_UP_PROJ)
 
     def forward(self, x_MH: Tensor, at: Pass) -> Tensor:
-        *q_MR, c_MR, k_MP = self.down(x_MH).split(self.widths, dim=1)
+        with at.reads_input():
+            *q_MR, c_MR, k_MP = self.down(x_MH).split(self.widths, dim=1)
         c_MR = self.kv_norm(c_MR.contiguous())
         x_MR = x_MH if self.q_norm is None else self.q_norm(q_MR[0].contiguous())
         if at.cached and not self.context:
             values_MF = self.attend_latents(self.q_up(x_MR), c_MR, k_MP, at, at.cached)
         elif self.recomputes_up and not at.cached:
             k_MP = whole_features(k_MP, self.plan, self.comm)
-            values_MF = recomputed_attention(self.project_up, x_MR, c_MR, k_MP, at)
+            with at.reads_input():
+                values_MF = recomputed_attention(self.project_up, x_MR, c_MR, k_MP, at.saving(None))
         else:
-            inputs = self.q_up(x_MR), self.kv_up(c_MR), whole_features(k_MP, self.plan, self.comm), at
+            with at.reads_input():
+                q_MF = self.q_up(x_MR)
+            inputs = q_MF, self.kv_up(c_MR), whole_features(k_MP, self.plan, self.comm), at
             attend_up = partial(recomputed_attention, self.attend_up) if self.recomputes_core else self.attend_up
             values_MF = attend_up(*inputs)
         if self.gate_proj is not None:
-            values_MF = values_MF * self.gate_proj(x_MH).sigmoid()
+            with at.reads_input():
+                gate_MF = self.gate_proj(x_MH)
+            values_MF = values_MF * gate_MF.sigmoid()
         y_MH: Tensor = self.proj(values_MF)
         return y_MH
 
@@ -255,14 +263,24 @@ class Layer(nn.Module):
         self.mlp = MoE(index, name, build) if has_experts(build.arch, index) else MLP(name, build, within=(DENSE_MLP,))
         self.mlp_output_norm = norm("mlp_output_norm")
         self.mlp_dropout = HiddenDropout(f"{name}.mlp.fc2", build)
+        self.recomputes_norms = build.recompute.recomputes(LAYERNORM)
+
+    def again(self, norm: nn.Module, x_MH: Tensor, y_MH: Tensor) -> OutputAgain | None:
+        """Return what recomputes the output of a norm for those that would save it; None where nothing does."""
+        is_again = self.recomputes_norms and torch.is_grad_enabled() and not isinstance(norm, nn.Identity)
+        return OutputAgain(norm, x_MH, y_MH) if is_again else None
 
     def forward(self, x_MH: Tensor, at: Pass) -> Tensor:
         normed_MH = self.input_norm(x_MH)
-        y_MH = self.attention_output_norm(self.attention(normed_MH, at))
+        again = self.again(self.input_norm, x_MH, normed_MH)
+        y_MH = self.attention_output_norm(self.attention(normed_MH, at.saving(again)))
         sum_MH = x_MH.add(self.attention_dropout(y_MH, at), alpha=self.residual_scale)
         input_MH = (x_MH, normed_MH, sum_MH)[self.mlp_input]
         del y_MH, normed_MH  # their memory, where the MLP reads another input
-        y_MH = self.mlp_output_norm(self.mlp(self.post_attention_norm(input_MH), at))
+        normed_MH = self.post_attention_norm(input_MH)
+        shared = again if self.mlp_input == 1 else None
+        again = self.again(self.post_attention_norm, input_MH, normed_MH) or shared
+        y_MH = self.mlp_output_norm(self.mlp(normed_MH, at.saving(again)))
         z_MH: Tensor = sum_MH.add(self.mlp_dropout(y_MH, at), alpha=self.residual_scale)
         return z_MH
 

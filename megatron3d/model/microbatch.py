@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -15,7 +16,7 @@ from megatron3d.attention.kv_cache import CacheView
 from megatron3d.attention.packed import Visible
 from megatron3d.attention.rotary import PositionTables
 from megatron3d.data.packing import Documents
-from megatron3d.ops.recompute import KeptResults
+from megatron3d.ops.recompute import KeptResults, OutputAgain
 from megatron3d.parallel.mesh import Axes
 
 T = TypeVar("T")
@@ -70,6 +71,7 @@ class Pass:
         ahead: inputs of the modules of multi-token prediction, which only passes with a target have.
         held: positions of this rank where each sequence is divided by its own documents; None: `order.chunks` of all.
         kept: what layers that are recomputed keep besides their input.
+        normed: recomputes the input of attention or MLP, the output of a norm; None: nothing does.
     """
 
     tokens_BL: Tensor
@@ -85,6 +87,15 @@ class Pass:
     ahead: tuple[Ahead, ...] = ()
     held: HeldPositions | None = None
     kept: KeptResults | None = None
+    normed: OutputAgain | None = None
+
+    def saving(self, normed: OutputAgain | None) -> Pass:
+        """Return this pass for a module whose input `normed` recomputes."""
+        return self if normed is self.normed else replace(self, normed=normed)
+
+    def reads_input(self) -> AbstractContextManager[None]:
+        """Return a context for what reads a module's input: where that is recomputed, autograd does not save it."""
+        return nullcontext() if self.normed is None else self.normed.context()
 
     def once(self, name: str, find: Callable[[], T]) -> T:
         """Return `find()`, or what it returned in forward where this pass recomputes a layer."""

@@ -221,11 +221,15 @@ class MLP(nn.Module):
         return self.function(y_MF, *map(self.get_parameter, self.param_names))
 
     def forward(self, x_MH: Tensor, at: Pass) -> Tensor:
-        return recomputed(self.compute, x_MH) if self.recomputes_all else self.compute(x_MH)
+        if not self.recomputes_all:
+            return self.compute(x_MH, at)
+        with at.reads_input():
+            return recomputed(self.compute, x_MH, at.saving(None))
 
-    def compute(self, x_MH: Tensor) -> Tensor:
+    def compute(self, x_MH: Tensor, at: Pass) -> Tensor:
         """Return the output [M, H] of the down projection."""
-        y_MF = self.fc1(x_MH)
+        with at.reads_input():
+            y_MF = self.fc1(x_MH)
         if self.recomputes_activation and torch.compiler.is_compiling():  # no hook is part of a graph
             y_MH: Tensor = self.fc2(recomputed(self.activation, y_MF))
         else:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from megatron3d.model.linear_spec import FC1, FC2, KV_UP, Q_UP, linear_size
 from megatron3d.model.local_sizes import LocalMatmul, LocalSizes
-from megatron3d.model.spec import DENSE_MLP, MLA_UP_PROJ, MLP_ACT, MOE_ACT
+from megatron3d.model.spec import DENSE_MLP, MLA_UP_PROJ, MLP_ACT, OUTPUTS_ALONE
 from megatron3d.model.workspaces import linear_backward, linear_forward, linear_wgrad, reduced_later
 from megatron3d.parallel.matmul_plan import Traffic, ring
 from megatron3d.parallel.mesh import Axes
@@ -172,9 +172,9 @@ def kept_by(operations: Sequence[Operation], modules: Collection[object] = ()) -
     """Return each operation with the storages that are free once its backward has run, each storage once.
 
     A module that is recomputed keeps what it reads from outside, and its output where a linear outside saves it; the
-    activation's output is made again for fc2 alone, and autograd keeps what it saves itself.
+    output of an activation or a norm is made again for those that save it, and autograd keeps what these save.
     """
-    whole = {MLP_ACT, MOE_ACT}.intersection(modules)
+    whole = OUTPUTS_ALONE.intersection(modules)
     inner = {each for each in modules if each not in whole}
     again = [each for each in operations if each.is_again(inner)]
     made = {stored[:2] for each in again for stored in each.writes}
@@ -183,7 +183,7 @@ def kept_by(operations: Sequence[Operation], modules: Collection[object] = ()) -
     seen: set[tuple[str, str]] = set()
     for each in operations:
         if each.is_again(inner):
-            saves = [stored for stored in each.reads if stored[:2] not in made]
+            saves = [stored for stored in each.reads if stored[:2] not in made | outputs]
             saves += each.once if each.is_within(inner) else ()
         elif each.module in inner:
             saves = list(each.result or ())

@@ -27,7 +27,7 @@ from megatron3d.model.operation import (
     mlp_operations,
     stream_norm,
 )
-from megatron3d.model.spec import DENSE_MLP, rotaries, temperature
+from megatron3d.model.spec import DENSE_MLP, INPUT_NORMS, LAYERNORM, rotaries, temperature
 from megatron3d.model.workspaces import embedding_backward, embedding_forward, head_forward
 from megatron3d.ops.plan import relayout_traffic
 from megatron3d.parallel.matmul_plan import Traffic, flows, ring
@@ -50,7 +50,7 @@ def _layer(local: LocalSizes) -> list[Operation]:
     def normed(site: str, x: Stored) -> Stored:
         if site not in sites:
             return x
-        found.append(stream_norm(local, site, x))
+        found.append(replace(stream_norm(local, site, x), module=LAYERNORM if site in INPUT_NORMS else None))
         return found[-1].output
 
     def ends(site: str, norm: str) -> Stored:

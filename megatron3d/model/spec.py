@@ -7,8 +7,8 @@ Activation recomputation is as Megatron defines it (Korthikanti et al. 2022, arX
 
 selective   some modules of every layer: "core_attn" from the output of qkv to the input of proj, "mlp_act" from the
             output of fc1 to the input of fc2, that of experts included, which "moe_act" is alone; "shared_experts";
-            "moe", a whole mixture of experts; "mlp", a whole dense MLP; with "core_attn", "mla_up_proj" from the
-            latents of attention on
+            "moe", a whole mixture of experts; "mlp", a whole dense MLP; "layernorm", the outputs of the norms before
+            attention and MLP; with "core_attn", "mla_up_proj" from the latents of attention on
 full        whole layers, of which only the input is saved: all of a stage in runs of `num_layers` ("uniform"), or
             the first `num_layers` of each stage one by one ("block"); "uniform" includes multi-token prediction
 
@@ -31,9 +31,13 @@ from megatron3d.experts.plan import GLOBAL, Balance, Experts
 from megatron3d.model.option_table import ActivationName, ModelOptions, NormName, PositionName
 
 GRANULARITIES = ("none", "selective", "full")
-CORE_ATTN, MLP_ACT, MLA_UP_PROJ, MOE_ACT, SHARED_EXPERTS, MOE, DENSE_MLP = MODULES = (
-    *("core_attn", "mlp_act", "mla_up_proj", "moe_act", "shared_experts", "moe", "mlp"),
+CORE_ATTN, MLP_ACT, MLA_UP_PROJ, MOE_ACT, SHARED_EXPERTS, MOE, DENSE_MLP, LAYERNORM = MODULES = (
+    *("core_attn", "mlp_act", "mla_up_proj", "moe_act", "shared_experts", "moe", "mlp", "layernorm"),
 )
+# Modules whose output alone is recomputed, for those that save it; autograd keeps what they save themselves.
+OUTPUTS_ALONE = frozenset({MLP_ACT, MOE_ACT, LAYERNORM})
+# Norms of the inputs of attention and MLP.
+INPUT_NORMS = ("input_norm", "post_attention_norm")
 UNIFORM, BLOCK = METHODS = ("uniform", "block")
 
 

@@ -88,6 +88,43 @@ def recompute_from_input(function: Callable[[Tensor], Tensor], x: Tensor, y: Ten
     return hooks
 
 
+class OutputAgain:
+    """Makes autograd save x instead of y = function(x), in the contexts in which it would save y.
+
+    The first one that needs y in backward recomputes it, and the last one frees it.
+    """
+
+    def __init__(self, function: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> None:
+        self._function, self._saved_x = function, saved_by_autograd(x)
+        self._storage, self._shape = y.untyped_storage()._cdata, y.shape
+        self._y: Tensor | None = None
+        self._num_needed = 0
+
+    def context(self) -> AbstractContextManager[None]:
+        """Return a context in which y lives and is not saved."""
+
+        def pack(saved: Tensor) -> Tensor | OutputAgain:
+            if saved.untyped_storage()._cdata != self._storage or saved.shape != self._shape:
+                return saved
+            self._num_needed += 1
+            return self
+
+        def unpack(packed: Tensor | OutputAgain) -> Tensor:
+            return packed if isinstance(packed, Tensor) else packed.again()
+
+        return saved_tensors_hooks(pack, unpack)
+
+    def again(self) -> Tensor:
+        """Return y."""
+        if self._y is None:
+            with torch.no_grad():
+                self._y = self._function(*self._saved_x())
+        y, self._num_needed = self._y, self._num_needed - 1
+        if not self._num_needed:
+            self._y = None
+        return y
+
+
 # Threads that touch the pages of new memory before it is page-locked, which one core does with 1 to 2 GB/s.
 NUM_TOUCHING_THREADS = 4
 _REGISTER_FOR_ALL_CONTEXTS = 1

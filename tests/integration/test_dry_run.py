@@ -189,7 +189,10 @@ RECOMPUTATIONS = {
 }
 
 
-MLPS = {"mlp": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}}
+MLPS = {
+    "mlp": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
+    "norms": {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "mlp"]},
+}
 
 
 @pytest.mark.parametrize("recompute", [*RECOMPUTATIONS, *MLPS])

@@ -17,14 +17,24 @@ from megatron3d.config.validate.rules import check
 from megatron3d.parallel.modes import MODES
 from megatron3d.pipeline.schedules import FROM_FILE, SCHEDULES
 from megatron3d.verify.layouts import differences
-from tests.support.equality import MODELS, TOLERANCE, VOCAB_SIZE, reference
-from tests.support.layout_rows import FACTORS, ROWS, TABLE, WITH_MODULES, build, name_of, problems, rule_of
+from tests.support.covering import Row
+from tests.support.equality import MODELS, TOLERANCE, VOCAB_SIZE, reference, run_trace, wrong
+from tests.support.layout_rows import FACTORS, NORM_ROWS, ROWS, TABLE, WITH_MODULES, build, name_of, problems, rule_of
 from tests.support.turn_ranks import run_turns
 
 
 @pytest.mark.parametrize("place", range(len(ROWS)), ids=name_of)
 def test_a_layout_equals_one_process(tmp_path: Path, place: int) -> None:
     assert not (lines := problems(place, tmp_path, run_turns)), lines
+
+
+@pytest.mark.parametrize("row", NORM_ROWS, ids=lambda row: f"{'-'.join(row['form'])}-{row['model']}")
+def test_norms_that_are_recomputed_equal_one_process(tmp_path: Path, row: Row) -> None:
+    model, config, num_ranks = build(row, tmp_path)
+    assert check(config, num_ranks, VOCAB_SIZE) == []
+    trace = run_turns(run_trace, num_ranks, config, 1)[0]
+    assert trace is not None, "rank 0 has the numbers"
+    assert not (lines := wrong([(model, config)], [trace], num_steps=1)), lines
 
 
 def test_every_row_keeps_the_rules_of_a_run(tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ from megatron3d.config.run_spec import RunSpec
 from megatron3d.model.local_sizes import LocalSizes
 from megatron3d.model.operation import Operation
 from tests.support import operation_record
+from tests.support.covering import Row
 from tests.support.equality import MODELS, VOCAB_SIZE, configure
-from tests.support.layout_rows import ROWS, build, name_of, pick
+from tests.support.layout_rows import NORM_ROWS, ROWS, build, name_of, pick
 from tests.support.operation_record import problems
 
 # What a list depends on, each value of which a row has.
@@ -25,6 +26,12 @@ PLACES = pick([frozenset((name, row[name]) for name in FACTORS) for row in ROWS]
 def test_operations_are_those_of_the_step(place: int, tmp_path: Path) -> None:
     """On the last rank, whose coordinates are not 0."""
     _, config, num_ranks = build(ROWS[place], tmp_path)
+    assert problems(RunSpec(config, num_ranks, VOCAB_SIZE, num_ranks - 1)) == []
+
+
+@pytest.mark.parametrize("row", NORM_ROWS, ids=lambda row: f"{'-'.join(row['form'])}-{row['model']}")
+def test_operations_with_norms_that_are_recomputed(row: Row, tmp_path: Path) -> None:
+    _, config, num_ranks = build(row, tmp_path)
     assert problems(RunSpec(config, num_ranks, VOCAB_SIZE, num_ranks - 1)) == []
 
 

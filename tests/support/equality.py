@@ -307,6 +307,10 @@ RECOMPUTATIONS: Mapping[str, dict[str, Any]] = {
     },
     "first layer": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
 }
+# Of models with norms of inputs.
+OF_NORMS: Mapping[str, dict[str, Any]] = {
+    "norms": {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "mlp_act"]},
+}
 # Of models with dense layers, with experts, and with shared ones.
 OF_DENSE: Mapping[str, dict[str, Any]] = {
     "whole MLP": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},

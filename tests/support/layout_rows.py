@@ -36,6 +36,7 @@ from tests.support.equality import (
     NUM_RANKS,
     OF_DENSE,
     OF_EXPERTS,
+    OF_NORMS,
     OF_SHARED,
     OVERLAPS,
     RECOMPUTATIONS,
@@ -74,13 +75,15 @@ DISTRIBUTED = frozenset({ON_TENSOR, BEYOND_TENSOR, BOTH_FOLDED})
 WITH_EXPERTS = frozenset(name for name, keys in MODELS.items() if "num_moe_experts" in keys)
 WITH_SHARED = frozenset(name for name, keys in MODELS.items() if "moe_shared_expert_intermediate_size" in keys)
 WITH_DENSE = frozenset(MODELS) - {name for name in WITH_EXPERTS if "moe_layer_freq" not in MODELS[name]}
+# Norms are recomputed in rows of their own (`NORM_ROWS`), of models that normalize the inputs of attention and MLP.
+WITH_NORMS = frozenset(name for name, keys in MODELS.items() if keys.get("norm_placement") != "post")
 # Models that have the modules of a recomputation; all have those of others.
 WITH_MODULES = {
     **dict.fromkeys(OF_DENSE, WITH_DENSE),
     **dict.fromkeys(OF_EXPERTS, WITH_EXPERTS),
     **dict.fromkeys(OF_SHARED, WITH_SHARED),
 }
-ALL_RECOMPUTATIONS = {**RECOMPUTATIONS, **OF_DENSE, **OF_EXPERTS, **OF_SHARED}
+ALL_RECOMPUTATIONS = {**RECOMPUTATIONS, **OF_NORMS, **OF_DENSE, **OF_EXPERTS, **OF_SHARED}
 
 FACTORS: dict[str, Sequence[Any]] = {
     "shape": [(1,), *(shape for size in (2, 4, 8) for num_axes in (1, 2, 3) for shape in shapes(num_axes, size))],
@@ -98,7 +101,7 @@ FACTORS: dict[str, Sequence[Any]] = {
     "overlap": list(OVERLAPS),
     "layers": ["by cost", "none on the first stage", "random", "none on the last stage"],
     "batch": range(len(BATCHES)),
-    "recompute": list(ALL_RECOMPUTATIONS),
+    "recompute": [name for name in ALL_RECOMPUTATIONS if name not in OF_NORMS],
     "documents": list(DOCUMENTS),
 }
 # Factors that a folding meets, and a dispatcher.
@@ -256,6 +259,10 @@ def step_pairs(row: Row) -> frozenset[Any]:
 
 TWO_STEP_ROWS = frozenset(pick([step_pairs(row) for row in ROWS]))
 PROCESS_ROWS = pick([frozenset(row.items()) for row in ROWS])
+NORM_FACTORS = ("form", "model", "dispatcher")
+_NORM_PAIRS = [frozenset((name, row[name]) for name in NORM_FACTORS if row["model"] in WITH_NORMS) for row in ROWS]
+_WITH_NORMS = {"recompute": next(iter(OF_NORMS)), "documents": next(iter(DOCUMENTS))}
+NORM_ROWS: list[Row] = [{**ROWS[place], **_WITH_NORMS} for place in pick(_NORM_PAIRS)]
 
 
 class Case(NamedTuple):

@@ -13,6 +13,8 @@ from megatron3d.experts.plan import expert_sizes, stage_axes
 from megatron3d.model.spec import (
     CORE_ATTN,
     DENSE_MLP,
+    INPUT_NORMS,
+    LAYERNORM,
     MLA_UP_PROJ,
     MOE,
     MOE_ACT,
@@ -236,6 +238,7 @@ def _recompute_problems(facts: Facts) -> Iterator[str]:
     where, is_latent = facts.named("train.recompute_modules"), facts.config.model.multi_latent_attention
     owners = {
         MLA_UP_PROJ: ("latent attention", is_latent),
+        LAYERNORM: ("models with norms of inputs", not set(INPUT_NORMS).isdisjoint(arch.norm_sites)),
         DENSE_MLP: ("dense layers", len(expert_layers(arch)) < arch.num_layers),
         MOE_ACT: ("a mixture of experts", experts is not None),
         MOE: ("a mixture of experts", experts is not None),
@@ -247,6 +250,8 @@ def _recompute_problems(facts: Facts) -> Iterator[str]:
     if MOE in modules and (inner := [each for each in (MOE_ACT, SHARED_EXPERTS) if each in modules]):
         use = ",".join(each for each in modules if each not in inner)
         yield f"{where}: {MOE} is recomputed with {' and '.join(inner)}, which are parts of it; use [{use}]"
+    if LAYERNORM in modules and facts.config.train.compile is True:
+        yield f"{where}: no norm is recomputed with train.compile=true, whose compiler chooses; use train.compile=auto"
     if MLA_UP_PROJ in modules and is_latent and CORE_ATTN not in modules:
         use = ",".join((CORE_ATTN, *modules))
         yield f"{where}: {MLA_UP_PROJ} is recomputed together with the attention after it; use [{use}]"

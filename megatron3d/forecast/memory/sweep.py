@@ -25,7 +25,7 @@ from megatron3d.forecast.memory.step_spec import StepSpec
 from megatron3d.model.local_sizes import LocalSizes
 from megatron3d.model.operation import Operation, kept_by
 from megatron3d.model.operations import ahead_operations, embedding_operations, head_operations, layer_operations
-from megatron3d.model.spec import MLP_ACT, MOE_ACT
+from megatron3d.model.spec import OUTPUTS_ALONE
 from megatron3d.model.stage_plan import Stage
 from megatron3d.optim.rule_spec import UpdateRule
 from megatron3d.parallel.mesh import DATA
@@ -90,14 +90,19 @@ def backward_events(site: Site, defers: bool = False) -> Events:
     """
     listed, whole = kept_by(site.operations, site.modules), kept_by(site.operations)
     kept_before = {stored[:2] for _, kept in listed for stored in kept}
+    again = {each.output[:2] for each in site.operations if each.module in OUTPUTS_ALONE.intersection(site.modules)}
     begun, dead = set[str | None](), set[tuple[str, str]]()
     for (each, kept), (_, everything) in zip(reversed(listed), reversed(whole), strict=True):
-        inside, module = [everything], each.module_again(site.modules)
-        if module is not None and module not in (MLP_ACT, MOE_ACT):
-            alike = (found for other, found in whole if other.module_again(site.modules) == module)
+        inside, module = [(each, everything)], each.module_again(site.modules)
+        if module is not None and module not in OUTPUTS_ALONE:
+            alike = (pair for pair in whole if pair[0].module_again(site.modules) == module)
             inside = [] if module in begun else [*alike]
             begun.add(module)
-        births = total_bytes(stored for found in inside for stored in found if stored[:2] not in kept_before)
+        born = {stored[:2]: stored for _, found in inside for stored in found if stored[:2] not in again}
+        # Of several that save such an output, the first one in backward needs it, and the last one frees it.
+        born |= {stored[:2]: stored for other, _ in inside for stored in other.saves if stored[:2] in again}
+        births = total_bytes(stored for key, stored in born.items() if key not in kept_before)
+        again -= born.keys()
         mine = {stored[:2]: stored for stored in (*everything, *kept) if stored[:2] not in dead}
         dead |= mine.keys()
         name = max(each.peaks, key=each.peaks.__getitem__, default=f"backward of {each.name}")

@@ -136,7 +136,8 @@ def describe_compilation(state: TrainState) -> str:
     setting, device = state.spec.config.train.compile, state.buffers.flat_buffers[0].params.device
     why = f"train.compile={str(setting).lower()}"
     if not state.spec.compiles(on_gpu=device.type != "cpu"):
-        return f"layers: not compiled ({why}{' on a CPU' if setting == 'auto' else ''})"
+        where = " on a CPU" if device.type == "cpu" else " where norms are recomputed"
+        return f"layers: not compiled ({why}{where if setting == 'auto' else ''})"
     layers, packs = state.model.layers.values(), state.spec.config.data.reset_attention_mask
     eager = sorted({type(m).__name__ for layer in layers for m in layer.modules() if is_opaque(m, packs)})
     parts = f"in parts between {', '.join(eager)}, which stay eager" if eager else "each as one graph"

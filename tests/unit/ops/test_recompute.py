@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron3d.ops.recompute import recompute_from_input, recomputed
+from megatron3d.ops.recompute import OutputAgain, recompute_from_input, recomputed
 
 SIZE = 16
 
@@ -68,3 +69,36 @@ def test_nothing_is_kept_without_gradients() -> None:
     y = torch.randn(SIZE)
     with torch.no_grad(), recompute_from_input(F.gelu, y, F.gelu(y)) as entered:
         assert entered is None
+
+
+def test_an_output_that_several_save_is_recomputed_once_and_freed() -> None:
+    """Two linears read a norm; the first one that runs backward recomputes its output, and the last one frees it."""
+    made = list[Tensor]()
+
+    def norm(x_MH: Tensor) -> Tensor:
+        made.append(F.rms_norm(x_MH, (8,)))
+        return made[-1]
+
+    x_MH, weights = torch.randn(4, 8, dtype=torch.float64), torch.randn(2, 8, 8, dtype=torch.float64)
+    found = list[list[Tensor]]()
+    for is_again in (False, True):
+        x, w = x_MH.clone().requires_grad_(), weights.clone().requires_grad_()
+        y = norm(x)
+        again = OutputAgain(norm, x, y) if is_again else None
+        parts = list[Tensor]()
+        for each in w.unbind():
+            with again.context() if again else nullcontext():
+                parts.append(F.linear(y, each))
+        total = parts[0].square().sum() + parts[1].sum()
+        forgotten = StorageWeakRef(y.untyped_storage())
+        made.clear()
+        del y
+        assert forgotten.expired() == is_again
+        total.backward()
+        assert len(made) == is_again
+        again_made = [StorageWeakRef(each.untyped_storage()) for each in made]
+        made.clear()
+        assert all(each.expired() for each in again_made), "what is recomputed is freed"
+        assert x.grad is not None and w.grad is not None
+        found.append([x.grad, w.grad])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -76,6 +76,11 @@ def test_up_projections_are_recomputed_with_latent_attention_only() -> None:
     assert "moe is a part of a mixture of experts only; use [mlp_act]" in without
     mixture = {"hidden_size": 64, "num_moe_experts": 4}
     assert found(mixture, "moe_act", "mlp_act") == found(mixture, "moe", "mlp_act") == []
+    assert found(plain, "layernorm", "mlp") == []
+    (compiled,) = problems(plain, recompute_granularity="selective", recompute_modules=("layernorm",), compile=True)
+    assert "no norm is recomputed with train.compile=true" in compiled and "use train.compile=auto" in compiled
+    (without,) = found({**plain, "norm_placement": "post"}, "layernorm", "mlp")
+    assert "layernorm is a part of models with norms of inputs only; use [mlp]" in without
     assert found(plain, "mlp", "mlp_act") == found({**mixture, "moe_layer_freq": (0, 1)}, "mlp") == []
     (without,) = found(mixture, "mlp_act", "mlp")
     assert "mlp is a part of dense layers only; use [mlp_act]" in without
