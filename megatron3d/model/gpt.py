@@ -109,6 +109,7 @@ class GPT(nn.Module):
         num_ahead = arch.mtp_num_layers if self.stages[-1].has_head else 0
         self.mtp = nn.ModuleDict({str(index): PredictionModule(index, loss_chunk, build) for index in range(num_ahead)})
         self._rotary: tuple[PositionTables, ...] = ()
+        self._own_rotary: tuple[int, tuple[PositionTables, ...]] = 0, ()
         self._activation_hook: ActivationHook = _no_hook
 
     @property
@@ -261,9 +262,12 @@ class GPT(nn.Module):
         return tokens_BS.shape[0] * self.comm.mesh.size(self.mode.batch_axes), tokens_BS.shape[1]
 
     def _local_rotary(self, seq_length: int) -> tuple[PositionTables, ...]:
-        """Return the rotary tables of this rank's positions of sequences without documents."""
-        chunks, found = self.order.chunks(seq_length), self._rotary_tables(seq_length)
-        return tuple(tuple(cut_positions(each, chunks, dim=0) for each in tables) for tables in found)
+        """Return the rotary tables of this rank's positions of sequences without documents, once for all."""
+        if self._own_rotary[0] != seq_length:
+            chunks, found = self.order.chunks(seq_length), self._rotary_tables(seq_length)
+            own = tuple(tuple(cut_positions(each, chunks, dim=0) for each in tables) for tables in found)
+            self._own_rotary = seq_length, own
+        return self._own_rotary[1]
 
     def _with_documents(self, at: Pass) -> Pass:
         """Return the pass with the rotary tables of its documents, for all layers of one stage.
