@@ -113,7 +113,9 @@ def _head_norm(local: LocalSizes, name: str, x: Stored, *, rows: int, width: int
     site = f"attention.{name}_norm"
     made = norm(local, site, x, rows=rows, width=width, axes=axes, module=CORE_ATTN, lacks_weight=local.arch.qk_l2_norm)
     y = Stored(CORE, f"{name} normed", made.output.num_bytes)
-    return replace(made, writes=(y,), peaks={})
+    others = local.inner(local.num_queries * local.arch.kv_channels + 2 * local.keys_width) - y.num_bytes
+    peaks = {f"backward of {site}": size + others + local.residual for size in made.peaks.values()}
+    return replace(made, writes=(y,), peaks=peaks)
 
 
 def _between(name: str, x: Stored, y: Stored, **more: object) -> Operation:
@@ -133,7 +135,9 @@ def _from_latents(local: LocalSizes, x: Stored) -> tuple[list[Operation], Heads]
         if (size := widths[path]) is not None:
             width = local.part(size, local.mode.residual[1])
             latent = Stored(site, "input", rows * width * local.itemsize)
-            found.append(replace(norm(local, site, latent, rows=rows, width=width, axes=axes), peaks={}))
+            normed = norm(local, site, latent, rows=rows, width=width, axes=axes)
+            peaks = {f"backward of {site}": size + local.residual for size in normed.peaks.values()}
+            found.append(replace(normed, peaks=peaks))
             inputs[path] = found[-1].output
     for path, size in outputs.items():
         up[path] = linear(local, path, inputs[path], local.inner(local.num_queries * size))
@@ -254,6 +258,7 @@ def _core(local: LocalSizes, heads: Heads) -> Operation:
         writes=(attended,),
         saves=saves,
         module=CORE_ATTN,
+        params=("attention.sinks",),
         result=result if local.keeps_result else None,
         scores=scores,
         flops=flops,
@@ -490,6 +495,7 @@ def _pair(local: LocalSizes, pair: Pair, part: _Part, is_plain: bool) -> int:
         scores = size // local.arch.kv_channels * part.heads * at_once * keys
         work = scores * (kept * local.wide + (6 - kept) * local.itemsize)
         work += 2 * size * keys * part.groups * local.wide * (at_once < rows)
+        work += 2 * size * at_once * part.heads * local.itemsize * (part.heads > part.groups)
     return max(grads + mask + work, _MASK_BYTES * rows * keys * is_masked)
 
 
@@ -527,7 +533,11 @@ def _capped_scores(local: LocalSizes) -> int:
         return 0
     seq, rows = local.arch.seq_length, min(local.positions, local.longest_piece or LONGEST)
     keys = seq if local.window is None else min(seq, rows + local.window)
-    return 6 * local.sequences * local.num_queries * rows * keys * local.wide
+    by_head = local.sequences * local.num_queries * rows
+    shares_keys = local.num_queries > local.num_groups and local.heads.are_even
+    # Of queries with the same keys the rows of q and dY are copied together.
+    copied = 2 * shares_keys * local.arch.kv_channels * local.itemsize
+    return by_head * (6 * keys * local.wide + copied)
 
 
 def sdpa_workspace(local: LocalSizes) -> int:

@@ -22,6 +22,7 @@ from megatron3d.parallel.mesh import Axes
 
 # Bytes of an index.
 INDEX = 8
+FINAL_NORM = "final_norm"
 
 
 class Stored(NamedTuple):
@@ -90,6 +91,7 @@ class Operation:
         result: what is kept where its module is recomputed, which leaves it out; None: it is recomputed as well.
         moves: bytes of further memory-bound kernels.
         matmul, has_bias: its linear.
+        params: paths of parameters whose gradients its backward gives, other than those under its name.
         chunks: chunks of tokens of a linear whose forward computes dgrad and wgrad as well; 0: backward does. Nothing
             overlaps with the collectives of such a forward, which are `sent`.
         gemms: its GEMMs where it is no linear; `is_deferred`: their wgrad may be deferred.
@@ -104,6 +106,10 @@ class Operation:
             `peaks_again`: forward in the recomputation of its layer, if it differs; `wgrad_peak`: a deferred wgrad;
             `dgrad_peak`: backward without it.
         reduced_later: bytes of its dW whose reduction is in flight until the next linear has its dW.
+        kept_weight: bytes of its gathered weight, if that is kept from the first forward to the last backward;
+            `gather_peak`: bytes of that forward beside it.
+        prefetched: bytes of its gathered weight, if that is gathered from the GEMM of the linear before it on, or of
+            the one behind it in backward.
     """
 
     name: str
@@ -118,6 +124,7 @@ class Operation:
     moves: Sequence[KernelBytes] = ()
     matmul: LocalMatmul | None = None
     has_bias: bool = False
+    params: Sequence[str] = ()
     chunks: int = 0
     gemms: Sequence[LocalGemm] = ()
     is_deferred: bool = False
@@ -140,6 +147,9 @@ class Operation:
     wgrad_peak: int = 0
     dgrad_peak: int = 0
     reduced_later: int = 0
+    kept_weight: int = 0
+    gather_peak: int = 0
+    prefetched: int = 0
 
     @property
     def output(self) -> Stored:
@@ -202,6 +212,11 @@ def linear(local: LocalSizes, path: str, x: Stored, num_bytes: int, matmul: Loca
     matmul = matmul or local.matmuls[path]
     flops = matmul.flops(local.mesh)
     module = MLA_UP_PROJ if path in (Q_UP, KV_UP) else None
+    at_dgrad, at_wgrad = linear_backward(local, matmul)
+    first = linear_forward(local, matmul)
+    whole_w = matmul.whole_w * local.itemsize if matmul.plan.w else 0
+    kept_weight = whole_w * local.overlap.keep_gathered_weights
+    again = linear_forward(local, matmul, gathers_w=False) if kept_weight else first
     return Operation(
         name=path,
         reads=(x,),
@@ -212,16 +227,19 @@ def linear(local: LocalSizes, path: str, x: Stored, num_bytes: int, matmul: Loca
         has_bias=linear_size(local.arch, path).has_bias,
         flops=flops,
         backward_flops=2 * flops,
-        peaks={f"backward of {path}": linear_backward(local, path, matmul) + local.residual},
-        dgrad_peak=linear_backward(local, path, matmul, has_wgrad=False) + local.residual,
+        peaks={f"backward of {path}": at_dgrad + local.residual, f"wgrad of {path}": at_wgrad + local.residual},
+        dgrad_peak=linear_backward(local, matmul, has_wgrad=False)[0] + local.residual,
         wgrad_peak=linear_wgrad(local, matmul),
         reduced_later=reduced_later(local, matmul),
-        forward_peaks={f"forward of {path}": linear_forward(local, path, matmul) + local.residual},
+        kept_weight=kept_weight,
+        prefetched=whole_w * (local.overlap.weight_gather and not kept_weight),
+        gather_peak=first - kept_weight + local.residual,
+        forward_peaks={f"forward of {path}": again + local.residual},
     )
 
 
-# A norm that is not one kernel casts to fp32: input, gradient, their products and sums.
-_NORM_COPIES = 6
+# Backward of a norm that is not one kernel has in fp32: both gradients, normalized input, their products and sums.
+_NORM_COPIES = 5
 
 
 def norm(
@@ -260,9 +278,11 @@ def norm(
 
 
 def stream_norm(local: LocalSizes, site: str, x: Stored) -> Operation:
-    """Return a norm of the residual stream."""
+    """Return a norm of the residual stream, whose own gradient waits meanwhile, but for that behind the last layer."""
     axes = local.mesh.nontrivial(local.mode.residual[1])
-    return norm(local, site, x, rows=local.tokens, width=local.hidden, axes=axes)
+    made = norm(local, site, x, rows=local.tokens, width=local.hidden, axes=axes)
+    waiting = 0 if site == FINAL_NORM else local.residual
+    return replace(made, peaks={name: size + waiting for name, size in made.peaks.items()})
 
 
 def _statistics(
@@ -349,6 +369,8 @@ def activation(local: LocalSizes, site: str, x: Stored, numel: int) -> Operation
     y = Stored(site, "output", unit)
     known = {"input": x, "output": y}
     saved = [known.get(what, Stored(site, what, unit)) for what in _ACTIVATIONS[local.arch.activation]]
+    owner = site.removesuffix("activation")
+    params = (f"{owner}alpha_p", f"{owner}alpha_n") if local.arch.activation == "xielu" else ()
     # The compiler leaves experts out, shared ones too, and MLPs that are recomputed as a whole.
     is_one_kernel = local.is_compiled and local.experts is None and DENSE_MLP not in local.recompute.chosen
     return Operation(
@@ -357,6 +379,7 @@ def activation(local: LocalSizes, site: str, x: Stored, numel: int) -> Operation
         writes=(y,),
         saves=[x] if is_one_kernel and len(saved) > 1 else saved,  # which finds them again in backward
         module=MLP_ACT,
+        params=params,
         kernels=(MemoryKernel("activation", numel * (1.5 if local.is_gated else 1)),),
     )
 

@@ -16,6 +16,7 @@ from megatron3d.model.expert_operations import expert_operations
 from megatron3d.model.linear_spec import MTP_LINEARS
 from megatron3d.model.local_sizes import LocalSizes
 from megatron3d.model.operation import (
+    FINAL_NORM,
     INDEX,
     KernelBytes,
     MemoryKernel,
@@ -87,6 +88,7 @@ def embedding_operations(local: LocalSizes) -> list[Operation]:
         reads=(Stored("embedding", "tokens", rows * INDEX),),
         writes=(Stored("embedding", "output", local.residual),),
         saves=saves,
+        params=("embedding.position",),
         moves=(_embedding_bytes(local, rows),),
         sent=(*sent.gather_w, *sent.reduce_y),
         sent_back=(*sent.gather_dy, *sent.reduce_dw),
@@ -110,7 +112,7 @@ def head_operations(local: LocalSizes) -> list[Operation]:
     Each chunk of tokens has its logits, loss, dgrad and wgrad before the next one, all in forward, which keeps the
     dgrad; the weight is gathered, and dW reduced, once.
     """
-    normed, matmul = stream_norm(local, "final_norm", Stored("final_norm", "input", local.residual)), local.head_matmul
+    normed, matmul = stream_norm(local, FINAL_NORM, Stored(FINAL_NORM, "input", local.residual)), local.head_matmul
     mesh, plan = local.mesh, matmul.plan
     rows, gathered = local.chunk_rows
     vocabulary = mesh.nontrivial(plan.y_layout[1])

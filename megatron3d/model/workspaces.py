@@ -53,53 +53,35 @@ class Live:
         return made
 
 
-def linear_forward(local: LocalSizes, site: str, matmul: LocalMatmul) -> int:
-    """Return the bytes of X and W as they are gathered, of W of the next linear, and of Y before and after its sum."""
+def linear_forward(local: LocalSizes, matmul: LocalMatmul, gathers_w: bool = True) -> int:
+    """Return the bytes of X and W as they are gathered, and of Y before and after its sum.
+
+    `gathers_w`: W is not there yet.
+    """
     live, plan, overlap = Live(), matmul.plan, local.overlap
     x = live.gathered(local, matmul.x, plan.x, "M")
-    w = live.gathered(local, matmul.w, plan.w, "N") * (not overlap.keep_gathered_weights)
-    if overlap.keep_gathered_weights:
-        live.dead(matmul.whole_w * bool(plan.w))
-    if overlap.weight_gather and not overlap.keep_gathered_weights:
-        live.born(_neighbour(local, site, 1))
+    w = live.gathered(local, matmul.w, plan.w, "N") if gathers_w else 0
     y = live.born(matmul.y * local.mesh.size(plan.dy))
-    live.dead(x, w)
+    live.dead(x, 0 if overlap.keep_gathered_weights else w)
     live.reduced(local, y, plan.y, "M")
     return live.top * local.itemsize
 
 
-def _neighbour(local: LocalSizes, site: str, step: int) -> int:
-    """Return the elements of the gathered W of the linear before or after this one."""
-    sites = list(local.matmuls)
-    if site not in sites:
-        return 0
-    other = local.matmuls[sites[(sites.index(site) + step) % len(sites)]]
-    return other.whole_w if other.plan.w else 0
-
-
-def linear_backward(local: LocalSizes, site: str, matmul: LocalMatmul, has_wgrad: bool = True) -> int:
-    """Return the bytes of dY, X and W as they are gathered, of dX and dW before and after their sum, and of W of the
-    linear before, which is on its way meanwhile."""
+def linear_backward(local: LocalSizes, matmul: LocalMatmul, has_wgrad: bool = True) -> tuple[int, int]:
+    """Return the bytes of dY, X and W as they are gathered, and of dX before and after its sum; and those with dW in
+    place of W."""
     live, plan, overlap, size = Live(), matmul.plan, local.overlap, local.itemsize
-    keeps = overlap.keep_gathered_weights
     live.born(matmul.y)
     live.gathered(local, matmul.y, plan.dy, "M")
-    w = live.gathered(local, matmul.w, plan.w, "N")
-    if keeps:
-        live.dead(w)
-        w = 0
-    if overlap.weight_gather and not keeps:
-        live.born(_neighbour(local, site, -1))
+    w = 0 if overlap.keep_gathered_weights else live.gathered(local, matmul.w, plan.w, "N")
     x = live.gathered(local, matmul.x, plan.x, "M") if has_wgrad else 0
-    partial = matmul.x * local.mesh.size(plan.x)
-    dx = live.born(partial)
+    dx = live.born(matmul.x * local.mesh.size(plan.x))
     table = {axis: plan.x.get(axis) for axis in plan.n}
     shards = live.reduced(local, dx, table, "M")
     if shards and not (overlap.input_grad and has_wgrad):
         live.dead(dx)
     live.dead(w)
-    at_wgrad = (live.now - x) * size + _wgrad(local, matmul, x) if has_wgrad else 0
-    return max(live.top * size, at_wgrad)
+    return live.top * size, (live.now - x) * size + _wgrad(local, matmul, x) if has_wgrad else 0
 
 
 def linear_wgrad(local: LocalSizes, matmul: LocalMatmul) -> int:
@@ -148,7 +130,8 @@ def head_forward(local: LocalSizes) -> dict[str, int]:
 
     They are the norm's output, and the gathered W and X of the chunk; then the logits in fp32 and their gradient in the
     model's dtype, which a fused loss writes into the logits' memory; after that the gradient, the gathered dY, and dX
-    and dW of the chunk unless its GEMM accumulates.  If dW is reduced, its sum has a buffer of its own.
+    and dW of the chunk unless its GEMM accumulates.  If dW is reduced, its sum has a buffer of its own.  All of it is
+    beyond the whole dX, of which the part of the last chunk comes to be in its GEMM.
     """
     size = local.itemsize
     plan, is_fused = local.mode.expand.on(local.mesh), local.kernels.fused_loss
@@ -166,8 +149,9 @@ def head_forward(local: LocalSizes) -> dict[str, int]:
     if plan.w and not before:
         dw = wgrad_bytes(local, w)
     grad = logits * (local.wide if is_fused else size)
-    in_gemms = grad + whole_dy * size + max(dw + x * size, reordered * size)
-    chunk = local.residual + (gathered - whole_dy) * size + before + max(at_loss, in_gemms)
+    to_come = local.residual * min(rows, local.tokens) // local.tokens  # of dX, before its GEMM
+    in_gemms = grad + whole_dy * size + max(dw + x * size, reordered * size - to_come)
+    chunk = local.residual + (gathered - whole_dy) * size + before + max(at_loss - to_come, in_gemms)
     return {"head and loss": chunk, "gradient of the head": 2 * local.residual + w * local.wide if plan.w else 0}
 
 

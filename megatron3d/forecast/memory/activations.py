@@ -125,7 +125,9 @@ def ahead_activations(local: LocalSizes) -> int:
 def input_bytes(local: LocalSizes, stage: Stage) -> int:
     """Return the bytes that a stage keeps of its input where nothing in it does, and of what all its layers share."""
     first = next((run for run in local.recompute.runs(stage.layers) if run.layers), None)
-    reader = head_activations(local) if first is None else () if first.is_offloaded else layer_activations(local)
+    reader: Sequence[Stored] = head_activations(local) if stage.has_head else ()
+    if first is not None:
+        reader = () if first.is_offloaded else layer_activations(local)
     holds_input = (first and first.is_recomputed and not first.is_offloaded) or (reader and reader[0].what == "input")
     own = 0 if stage.has_embedding or holds_input else local.residual
     return own + (total_bytes(document_tables(local)) if stage.layers else 0)

@@ -38,8 +38,9 @@ class Event(NamedTuple):
     Attributes:
         name: of its peak.
         births, work, deaths: bytes that come to be at its beginning, are there meanwhile, and are gone at its end.
-        grads: path of the parameters whose gradients arrive.
-        kept_weight: bytes of its gathered weight, which may be kept from forward to backward.
+        grads: path of the parameters whose gradients arrive; `params`: paths of others.
+        kept_weight: bytes of its gathered weight, with which the first forward gathers it, and less those after the
+            last dgrad, where it is kept.
         hook: what happens to an FSDP unit, and its place among those of the rank.
         reduction: bytes of a dW whose reduction has begun, and the path of its parameter; the one before is over then.
     """
@@ -49,6 +50,7 @@ class Event(NamedTuple):
     work: int = 0
     deaths: int = 0
     grads: str | None = None
+    params: Sequence[str] = ()
     kept_weight: int = 0
     hook: tuple[str, int] | None = None
     reduction: tuple[int, str | None] | None = None
@@ -58,29 +60,49 @@ Events = Iterator[Event]
 
 
 class Site(NamedTuple):
-    """Operations of one part of a stage, the prefix of their paths, their sizes, and modules that are recomputed."""
+    """Operations of one part of a stage, the prefix of their paths, their sizes, and modules that are recomputed.
+
+    Attributes:
+        before, behind: bytes of the prefetched weight of the linear before the part, and of the one behind it.
+    """
 
     prefix: str
     operations: Sequence[Operation]
     local: LocalSizes
     modules: Collection[str] = ()
     names: Mapping[str, str] = {}
+    before: int = 0
+    behind: int = 0
 
     def path_of(self, operation: Operation) -> str:
         """Return the path of an operation's parameters."""
         return self.prefix + self.names.get(operation.name, operation.name)
 
+    @property
+    def prefetched(self) -> Sequence[int]:
+        """Bytes of the prefetched weights of its linears."""
+        return [each.prefetched for each in self.operations if is_linear(each)]
+
+
+def is_linear(operation: Operation) -> bool:
+    """Return whether an operation is a linear whose backward is not a part of its forward."""
+    return operation.matmul is not None and not operation.chunks
+
 
 def forward_events(site: Site, keeps: bool = True, is_again: bool = False) -> Events:
     """Yield a forward, which keeps what backward needs, or only what is found once."""
+    ahead, coming = 0, iter([*site.prefetched[1:], site.behind])  # bytes of weights that are prefetched
     for each, kept in kept_by(site.operations, site.modules):
         births = total_bytes(kept if keeps else each.once)
         peaks = each.peaks_again if is_again and each.peaks_again else each.forward_peaks
-        weight = 0 if is_again else _gathered_weight(site, each)
         grads = site.path_of(each) if each.chunks and not is_again else None
+        if each.kept_weight and not is_again:
+            yield Event(f"forward of {each.name}", births, each.gather_peak, births, kept_weight=each.kept_weight)
+        if is_linear(each) and not is_again:
+            ahead = next(coming)
         for name, work in peaks.items():
-            yield Event(name, births, work, births)
-        yield Event(each.name, births, grads=grads, kept_weight=weight)
+            yield Event(name, births, work + ahead, births)
+        yield Event(each.name, births, ahead, grads=grads)
 
 
 def backward_events(site: Site, defers: bool = False) -> Events:
@@ -92,6 +114,7 @@ def backward_events(site: Site, defers: bool = False) -> Events:
     kept_before = {stored[:2] for _, kept in listed for stored in kept}
     again = {each.output[:2] for each in site.operations if each.module in OUTPUTS_ALONE.intersection(site.modules)}
     begun, dead = set[str | None](), set[tuple[str, str]]()
+    ahead, coming = 0, iter([site.before, *site.prefetched[:-1]][::-1])
     for (each, kept), (_, everything) in zip(reversed(listed), reversed(whole), strict=True):
         inside, module = [(each, everything)], each.module_again(site.modules)
         if module is not None and module not in OUTPUTS_ALONE:
@@ -105,17 +128,22 @@ def backward_events(site: Site, defers: bool = False) -> Events:
         again -= born.keys()
         mine = {stored[:2]: stored for stored in (*everything, *kept) if stored[:2] not in dead}
         dead |= mine.keys()
-        name = max(each.peaks, key=each.peaks.__getitem__, default=f"backward of {each.name}")
+        (name, first), *others = list(each.peaks.items()) or [(f"backward of {each.name}", 0)]
         late = deferred_operands(site.local, each) if defers else 0
         path = site.path_of(each)
         is_apart = late or each.reduced_later
+        if late and each.dgrad_peak:
+            first, others = each.dgrad_peak, []
+        if is_linear(each):
+            ahead = next(coming)
+        yield Event(name, births, first + ahead, kept_weight=-each.kept_weight)
+        for other, work in others:
+            yield Event(other, 0, work + ahead)
         yield Event(
-            name,
-            births,
-            each.dgrad_peak if late and each.dgrad_peak else max(each.peaks.values(), default=0),
-            total_bytes(mine.values()) - late,
-            None if each.chunks else f"{path}.bias" if is_apart else path,
-            -_gathered_weight(site, each),
+            f"backward of {each.name}",
+            deaths=total_bytes(mine.values()) - late,
+            grads=None if each.chunks else f"{path}.bias" if is_apart else path,
+            params=[site.prefix + name for name in each.params],
             reduction=None if late else _reduction(path, each),
         )
 
@@ -130,7 +158,7 @@ def wgrad_events(site: Site) -> Events:
 
 
 def _reduction(path: str, operation: Operation) -> tuple[int, str | None] | None:
-    if operation.matmul is None or operation.chunks:
+    if not is_linear(operation):
         return None
     return operation.reduced_later, f"{path}.weight" if operation.reduced_later else None
 
@@ -150,17 +178,10 @@ def _with_reductions(events: Events) -> Events:
 
 def deferred_operands(local: LocalSizes, operation: Operation) -> int:
     """Return the bytes of X and dY of an operation's GEMMs, if their wgrad may be deferred."""
-    if operation.matmul is not None and not operation.chunks:
+    if operation.matmul is not None and is_linear(operation):
         return linear_operands({operation.name: operation.matmul}, local)
     gemms = operation.gemms if operation.is_deferred else ()
     return round(sum(gemm.batch * gemm.m * (gemm.n + gemm.k) for gemm in gemms)) * local.itemsize
-
-
-def _gathered_weight(site: Site, operation: Operation) -> int:
-    matmul = operation.matmul
-    if matmul is None or operation.chunks or not matmul.plan.w or not site.local.overlap.keep_gathered_weights:
-        return 0
-    return matmul.whole_w * site.local.itemsize
 
 
 class Unit(NamedTuple):
@@ -205,7 +226,20 @@ def stage_parts(local: LocalSizes, stage: Stage, table: str, lm_head: str) -> li
         found.append(StagePart([rows._replace(sites=[Site("", embedding[:1], local, names=named)])]))
         found.append(StagePart([Unit(path, True, inside)], again, False, 2 * local.residual))
         found.append(StagePart([ends]))
-    return found
+    return list(_with_neighbours(found))
+
+
+def _with_neighbours(parts: Sequence[StagePart]) -> Iterator[StagePart]:
+    """Yield the parts with the weights that are prefetched across the ends of each site."""
+    sites = [site for part in parts for unit in part.units for site in unit.sites]
+    linears = [weights for site in sites if (weights := site.prefetched)]
+    before, behind = iter([0, *(each[-1] for each in linears)]), iter([*(each[0] for each in linears[1:]), 0])
+
+    def linked(site: Site) -> Site:
+        return site._replace(before=next(before), behind=next(behind)) if site.prefetched else site
+
+    for part in parts:
+        yield part._replace(units=[unit._replace(sites=[*map(linked, unit.sites)]) for unit in part.units])
 
 
 def _layer(local: LocalSizes, layer: int, prefix: str, modules: Collection[str]) -> Site:
@@ -290,7 +324,9 @@ class Sweep:
             live = activations + weights + least + walk.state.live
             if action.kind in COMPUTATIONS:
                 found = walk.result(action.kind, action.stage)
-                yield Moment(activations, before * each, live + before * each, found.tops, found.top)
+                # A forward bears its input itself.
+                others = before - (action.kind is ActionKind.F and not self.stages[action.stage].has_embedding)
+                yield Moment(activations, before * each, live + others * each, found.tops, found.top)
                 activations, weights = activations + found.activations, weights + found.weights
             else:
                 yield Moment(activations, count * each, live + max(count, before) * each, transfers[action.kind], 0)
@@ -351,18 +387,20 @@ class Sweep:
         tops = {"input": 0}
         start, missing, live, weights = state.live, [*state.missing], 0, 0
         for event in events:
+            if event.kept_weight > 0 and not bears_weights:
+                continue
             if event.hook is not None:
                 if state.units:
                     getattr(state, event.hook[0])(event.hook[1])
                 top = state.live
             else:
                 live += event.births
-                weights += event.kept_weight * bears_weights * (event.kept_weight > 0)
+                weights += max(event.kept_weight, 0)
                 top = state.add(self.buffers_of(event, index))
             here = live + weights + top - start + event.work
             tops[event.name] = max(tops.get(event.name, here), here)
             live -= event.deaths
-            weights += event.kept_weight * bears_weights * (event.kept_weight < 0)
+            weights += min(event.kept_weight, 0) * bears_weights
         change = [now - was for now, was in zip(state.missing, missing, strict=True)]
         return _Result(live, weights, change, state, tops, max(tops.values()))
 
@@ -410,7 +448,8 @@ class Sweep:
 
     def buffers_of(self, event: Event, index: int) -> Sequence[int]:
         """Return the flat buffers to which gradients of an event of this stage go, one for each parameter."""
-        names = [event.grads + suffix for suffix in PARTS] if event.grads else ()
+        grads = [event.grads + suffix for suffix in PARTS] if event.grads else []
+        names = [*event.params, *grads]
         return [place for name in names for place in self._flats_of.get((index, name), ())]
 
     def _place_gradients(self) -> Mapping[tuple[int, str | None], Sequence[int]]:
@@ -438,6 +477,7 @@ class Sweep:
             for each in reversed(site.operations):
                 path = site.path_of(each)
                 is_apart = each.reduced_later or deferred_operands(site.local, each)
+                found |= dict.fromkeys(site.prefix + name for name in each.params)
                 found |= dict.fromkeys(path + suffix for suffix in (PARTS if is_apart else PARTS[:1]))
         return found
 
@@ -540,14 +580,20 @@ def _pieces_bytes(step: StepSpec, rule: UpdateRule, flats: Sequence[FlatBufferSi
 
 
 def residual_shards(step: StepSpec) -> list[int]:
-    """Return the number of residual shards after each action: received, passed to the next stage, or in send."""
+    """Return the number of residual shards after each action: received, passed to the next stage, or in send.
+
+    A stage of nothing sends what it keeps itself.
+    """
     where, most = stage_to_rank(step.pipeline.schedule), step.local.kernels.num_leaving
+    passes = {stage.index for stage in step.stages if not (stage.layers or stage.has_embedding or stage.has_head)}
     listed = list(map(itemgetter(0, 1), step.actions))
     kinds = [Action(*kind) for kind in set(listed)]
     changes = {(each.kind, each.stage): _shards_added(each, where) for each in kinds}
     lying = accumulate(map(changes.__getitem__, listed))
+    sends = [(kind, stage) for kind, stage in listed if kind in SENDS]
+    own = [0, *accumulate(kind is not ActionKind.SEND_F or stage not in passes for kind, stage in sends)]
     sent = accumulate(kind in SENDS for kind, _ in listed)
-    return [count + min(leaving, most) for count, leaving in zip(lying, sent, strict=True)]
+    return [count + own[number] - own[max(number - most, 0)] for count, number in zip(lying, sent, strict=True)]
 
 
 def _shards_added(action: Action, where: Mapping[int, int]) -> int:
