@@ -38,7 +38,7 @@ TASKS = "tasks"
 GEMM, PRODUCT, SCORES, ROUNDS = "GEMM of a linear", "other GEMM", "scores", "rounds"
 LOSS, ACCUMULATION, BIAS_GRAD, CONCAT, MOVED = "loss", "accumulation", "bias gradient", "concatenation", "moved"
 OPERANDS, OPERANDS_IN_ROUNDS, WEIGHT = "operands", "operands in rounds", "weight"
-INPUT_GRAD, WEIGHT_GRAD, LATE = "dX", "dW", "weight that is not prefetched"
+INPUT_GRAD, WEIGHT_GRAD = "dX", "dW"
 # Besides those that follow from the plan of a linear: these wait or are hidden, tokens on their way to their experts
 # by the shared experts.
 SENT, HIDDEN, TOKENS = SENDS = "sent", "hidden", "tokens"
@@ -312,12 +312,11 @@ def _key(name: str, phases: str) -> str:
 
 
 def _again(tasks: Sequence[Task], local: LocalSizes) -> Iterator[Task]:
-    """Yield the tasks of a forward in backward, but what it sends; weights are not prefetched for it."""
+    """Yield the tasks of a forward in backward, but what it sends; it waits for weights, unless they are kept."""
     for task in tasks:
-        if task.phases == FORWARD and task.what not in SENDS:
-            yield task._replace(phases=AGAIN, hides="")
-            if task.what == WEIGHT and local.overlap.weight_gather:
-                yield task._replace(what=LATE, phases=AGAIN, behind=())
+        is_weight = task.what == WEIGHT
+        if task.phases == FORWARD and not (task.what in SENDS or (is_weight and local.overlap.keep_gathered_weights)):
+            yield task._replace(phases=AGAIN, hides="", behind=() if is_weight else task.behind)
 
 
 def _alone_again(tasks: Sequence[Task], local: LocalSizes) -> Iterator[Task]:

@@ -17,7 +17,6 @@ from megatron3d.forecast.memory.step_spec import StepSpec
 from megatron3d.forecast.time.tasks import (
     AGAIN,
     FORWARD,
-    LATE,
     SPLIT_DGRAD,
     SPLIT_WGRAD,
     WEIGHT,
@@ -99,7 +98,7 @@ def _stage(step: StepSpec, stage: Stage) -> CountedTraffic:
             times = sum(counts[phase] for phase in task.phases)
             if task.what == WEIGHT and local.overlap.keep_gathered_weights:
                 times = kept_weight_gathers(step, stage) if task.phases == FORWARD else 0
-            yield from ((number * times, call) for call in task.calls if task.what != LATE)
+            yield from ((number * times, call) for call in task.calls)
     for run in step.local.recompute.runs(stage.layers):
         last = layer_operations(replace(step.local, layer=run.layers[-1])) if run.is_recomputed else []
         for each in _behind_all_saved(last):
