@@ -152,7 +152,10 @@ def head_forward(local: LocalSizes) -> dict[str, int]:
     to_come = local.residual * min(rows, local.tokens) // local.tokens  # of dX, before its GEMM
     in_gemms = grad + whole_dy * size + max(dw + x * size, reordered * size - to_come)
     chunk = local.residual + (gathered - whole_dy) * size + before + max(at_loss - to_come, in_gemms)
-    return {"head and loss": chunk, "gradient of the head": 2 * local.residual + w * local.wide if plan.w else 0}
+    reducing = Live()
+    if plan.w:
+        reducing.reduced(local, reducing.born(w), plan.w, "N")
+    return {"head and loss": chunk, "gradient of the head": local.residual + reducing.top * local.wgrad_itemsize}
 
 
 def embedding_forward(local: LocalSizes) -> int:
