@@ -154,11 +154,11 @@ def ahead_operations(local: LocalSizes) -> list[Operation]:
     They are two norms, two linears and their sum, and the change to the layout of the residual stream.
     """
     mode, num_bytes = local.mode, local.num_tokens * local.arch.hidden_size * local.itemsize
-    found: list[Operation] = []
-    for site, path in zip(("hidden_norm", "embedding_norm"), MTP_LINEARS, strict=True):
-        normed = stream_norm(local, site, Stored(site, "input", local.residual))
+    sites = "embedding_norm", "hidden_norm"
+    found = [stream_norm(local, site, Stored(site, "input", local.residual)) for site in sites]
+    for path, normed in zip(MTP_LINEARS, found[::-1], strict=True):
         matmul = local.mtp_matmuls[path]
-        found += [normed, linear(local, path, normed.output, matmul.y * local.itemsize, matmul)]
+        found.append(linear(local, path, normed.output, matmul.y * local.itemsize, matmul))
     summed = replace(added(local, "mtp"), writes=found[-1].writes)
     relayout = Operation(
         name="mtp.relayout",

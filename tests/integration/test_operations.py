@@ -1,4 +1,4 @@
-"""Fact: every operation of the lists does what the real step does: GEMMs, collectives, and storages, by name."""
+"""Fact: every operation of the lists does what the real step does, in its order: GEMMs, collectives, and storages."""
 
 from __future__ import annotations
 
@@ -47,14 +47,32 @@ WRONG: dict[str, tuple[str, Callable[[Operation], Sequence[Operation]]]] = {
 }
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_a_wrong_operation_is_named(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A list with a seeded error in one operation differs from the step there, and nowhere else."""
+def small_spec() -> RunSpec:
+    """Return a run of one layer in a grid."""
     parallel = {"tensor_model_parallel_size": 4, "tensor_parallel_mode": "2d"}
     config = configure(
         {**next(iter(MODELS.values())), "num_layers": 1}, parallel, micro_batch_size=8, global_batch_size=8
     )
-    spec = RunSpec(config, 4, VOCAB_SIZE, 3)
+    return RunSpec(config, 4, VOCAB_SIZE, 3)
+
+
+def test_a_birth_in_the_wrong_order_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second norm before attention would move what lives during attention."""
+    right = operation_record.layer_operations
+
+    def listed(local: LocalSizes) -> list[Operation]:
+        return sorted(right(local), key=lambda each: each.name != "post_attention_norm")
+
+    monkeypatch.setattr(operation_record, "layer_operations", listed)
+    assert problems(small_spec()) == [
+        "order of layers.0.post_attention_norm: listed before layers.0.input_norm, run behind it"
+    ]
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_wrong_operation_is_named(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list with a seeded error in one operation differs from the step there, and nowhere else."""
+    spec = small_spec()
     wrong, change = WRONG[what]
     right = operation_record.layer_operations
 

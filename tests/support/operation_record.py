@@ -1,4 +1,4 @@
-"""Compare each operation of the lists of a rank's stages with what the stages do: GEMMs, collectives, storages.
+"""Compare each operation of the lists of a rank's stages with what these do: order, GEMMs, collectives, storages.
 
 One microbatch runs forward and backward with fake tensors.  A kernel, a collective or a storage belongs to the module
 whose forward runs; in backward to the module that created the node of autograd that runs.  An operation belongs to the
@@ -75,7 +75,7 @@ class ModuleRecord(FlopMemoryMeter):
 
     Attributes:
         work: by direction and path of the module.
-        order: modules in the order in which forward reaches their first kernel.
+        order: modules in the order in which forward makes their first storage.
     """
 
     def __init__(self, model: nn.Module, recorder: Recorder, known: Iterable[Tensor]) -> None:
@@ -141,13 +141,13 @@ class ModuleRecord(FlopMemoryMeter):
     def _follow(self, args: Any, out: Any) -> None:
         """Note which module makes a storage, and which others read it."""
         where = self.where
-        self.order.setdefault(where)
         for leaf in tree_leaves(args):
             if isinstance(leaf, Tensor) and (found := self._storage(leaf)):
                 found.readers.setdefault(where)
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor) and (found := self._storage(leaf)) and not found.made_by:
                 found.made_by.append(where)
+                self.order.setdefault(where)
 
     def _storage(self, tensor: Tensor) -> _Storage | None:
         """Return the record of a storage; None of one that is known, or empty."""
@@ -324,13 +324,27 @@ def problems(spec: RunSpec) -> list[str]:
     record, step = _run(spec)
     found = list[str]()
     by_module: dict[str, list[Listed]] = {}
-    for each in listed_operations(step, record.modules):
+    listed = list(listed_operations(step, record.modules))
+    for each in listed:
         by_module.setdefault(each.module, []).append(each)
     for direction in (FORWARD, BACKWARD):
         for module in dict.fromkeys([*by_module, *(path for way, path in record.work if way == direction and path)]):
             seen = record.work.get((direction, module), Work())
             found += _differences(module, direction, by_module.get(module, []), seen)
-    return found
+    return [*found, *_disorder(listed, record.order)]
+
+
+def _disorder(listed: Iterable[Listed], order: Iterable[str]) -> Iterator[str]:
+    """Yield the first operation of a module that forward reaches at another place than the list."""
+    first = dict[str, str]()
+    for path, module, each, *_ in listed:
+        if any((each.writes, each.saves, each.sent, each.kernels, each.flops)):
+            first.setdefault(module, path)
+    run = [module for module in order if module in first]
+    for mine, theirs in zip([module for module in first if module in run], run, strict=True):
+        if mine != theirs:
+            yield f"order of {first[mine]}: listed before {first[theirs]}, run behind it"
+            return
 
 
 def _differences(module: str, direction: str, listed: Sequence[Listed], seen: Work) -> Iterator[str]:
