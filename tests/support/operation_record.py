@@ -335,10 +335,13 @@ def problems(spec: RunSpec) -> list[str]:
 
 
 def _disorder(listed: Iterable[Listed], order: Iterable[str]) -> Iterator[str]:
-    """Yield the first operation of a module that forward reaches at another place than the list."""
+    """Yield the first operation of a module that forward reaches at another place than the list.
+
+    Operations that make no storage are left out, but for dispatch, which sorts rows also where it sends none.
+    """
     first = dict[str, str]()
     for path, module, each, *_ in listed:
-        if any((each.writes, each.saves, each.sent, each.kernels, each.flops)):
+        if any((each.writes, each.saves, each.sent, each.kernels, each.flops, path.endswith(".dispatch"))):
             first.setdefault(module, path)
     run = [module for module in order if module in first]
     for mine, theirs in zip([module for module in first if module in run], run, strict=True):
