@@ -265,8 +265,8 @@ MUTATIONS = [
     Mutation(
         "an operation is listed twice",
         "model/operations.py",
-        "found.append(stream_norm(local, site, x))",
-        "found += 2 * [stream_norm(local, site, x)]",
+        "found.append(replace(stream_norm(local, site, x), module=LAYERNORM if site in INPUT_NORMS else None))",
+        "found += 2 * [replace(stream_norm(local, site, x), module=LAYERNORM if site in INPUT_NORMS else None)]",
         ("tests/integration/test_operations.py",),
     ),
     Mutation(
