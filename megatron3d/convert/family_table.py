@@ -62,10 +62,14 @@ MODEL_TYPES: Mapping[str, ModelType] = {
 
 # Model types whose layers and fields are those of another one.
 SAME_TYPES: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
-_IMAGES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+_IMAGES = (
+    *("vision_tower.", "vision_model.", "multi_modal_projector."),
+    *("model.vision_tower.", "model.multi_modal_projector."),
+)
 _TEXT = {"language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model."}
 WHOLE_MODELS: Mapping[str, WholeModel] = {
     "gemma3": WholeModel("Gemma3ForConditionalGeneration", ("gemma3_text",), _TEXT, _IMAGES),
+    "llama4": WholeModel("Llama4ForConditionalGeneration", ("llama4_text",), _TEXT, _IMAGES),
     "mistral3": WholeModel("Mistral3ForConditionalGeneration", ("mistral", "ministral3"), _TEXT, _IMAGES),
 }
 

@@ -135,6 +135,7 @@ WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma3",
         {"mm_tokens_per_image": 4, "image_token_index": 37, "boi_token_index": 35, "eoi_token_index": 34},
     ),
+    "llama4_text": ("llama4", {"image_token_index": 37, "boi_token_index": 35, "eoi_token_index": 34}),
     "mistral": ("mistral3", {"image_token_index": 37, "spatial_merge_size": 1}),
     "ministral3": ("mistral3", {"image_token_index": 37, "spatial_merge_size": 1}),
 }
