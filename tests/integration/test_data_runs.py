@@ -126,17 +126,23 @@ def test_a_run_of_samples_ends_and_warms_up_by_them_also_after_a_restart(config:
     assert rows[-1]["remaining_s"] == 0 < rows[-2]["remaining_s"]
 
 
-def test_a_streamed_dataset_continues_on_other_ranks(config: Path, tmp_path: Path, pool: Pool) -> None:
+@pytest.mark.parametrize("names", [["data"], ["data", "more"]], ids=["alone", "blended"])
+def test_a_streamed_dataset_continues_on_other_ranks(
+    config: Path, tmp_path: Path, pool: Pool, names: list[str]
+) -> None:
     lines = [json.dumps({"body": line}) + "\n" for line in inspect.getsource(textwrap).splitlines()]
-    (tmp_path / "data").mkdir()
-    for part in range(3):
-        (tmp_path / "data" / f"part-{part}.jsonl").write_text("".join(lines[part::3]))
-    paths = ["data.data_path=null", "data.split=969,30,1", f"data.train_data_path=hf:{tmp_path}/data"]
+    for name in names:
+        (tmp_path / name).mkdir()
+        for part in range(3):
+            (tmp_path / name / f"part-{part}.jsonl").write_text("".join(lines[part::3]))
+    weighed = ",".join(f"{weight},hf:{tmp_path}/{name}" for weight, name in zip((0.75, 0.25), names, strict=False))
+    named = f"[{weighed}]" if len(names) > 1 else f"hf:{tmp_path}/data"
+    paths = ["data.data_path=null", "data.split=969,30,1", f"data.train_data_path={named}"]
     keys = [*paths, "data.stream_key=body", "data.stream_lanes=4", "train.precision=fp64"]
     assert run(config, *in_run(f"{tmp_path}/whole"), *keys).code == ExitCode.DONE
     parts = [*in_run(f"{tmp_path}/parts"), *keys]
     assert pool.run(run_as_rank, 2, config, [[*parts, "train.exit_interval=3"]]) == [[ExitCode.STOPPED]] * 2
-    assert len(read_meta(tmp_path / "parts" / "iter_0000003").cursors) == 4
+    assert len(read_meta(tmp_path / "parts" / "iter_0000003").cursors) == 4 * len(names)
     assert run(config, *parts).code == ExitCode.DONE
     for one, other in zip(steps(tmp_path / "parts"), steps(tmp_path / "whole"), strict=True):
         assert one == pytest.approx(other, rel=1e-10)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.facts import Facts, MissingHere, plain, unreadable
 from megatron3d.config.validate.layout import file_problems
-from megatron3d.data.corpus.plan import parse_paths, parse_split
+from megatron3d.data.corpus.plan import is_streamed, parse_paths, parse_split
 from megatron3d.data.option_table import HF_PREFIX
 from megatron3d.errors import UserError, is_machine_fault
 from megatron3d.runtime.files import retried
@@ -134,12 +135,20 @@ def _stream_problems(facts: Facts) -> Iterator[str]:
     data = facts.config.data
     given = {key: value for key in PATH_KEYS if (value := getattr(data, key)) is not None}
     for key, value in given.items():
-        if isinstance(value, tuple) and any(str(word).startswith(HF_PREFIX) for word in value):
-            remedy = "name it alone, or make token files of it"
-            yield f"{facts.named(f'data.{key}')}: a streamed dataset cannot be blended; {remedy}"
-    if isinstance(data.data_path, str) and data.data_path.startswith(HF_PREFIX):
+        if isinstance(value, tuple) and is_streamed(value):
+            yield from _blend_problems(facts.named(f"data.{key}"), value)
+    if data.data_path is not None and is_streamed(data.data_path):
         where = facts.named("data.data_path")
         yield f"{where}: a streamed dataset cannot be split; use data.train_data_path and data.valid_data_path"
+
+
+def _blend_problems(where: str, value: tuple[str | float | int, ...]) -> Iterator[str]:
+    with contextlib.suppress(UserError):  # reported with the other paths
+        named = parse_paths("", value)
+        if not all(name.startswith(HF_PREFIX) for name, _ in named):
+            yield f"{where}: streamed datasets cannot be blended with token files; make token files of all"
+        elif len(named) > 1 and any(weight is None for _, weight in named):
+            yield f"{where}: the sizes of streamed datasets are not known; use weights, as [0.7, hf:a, 0.3, hf:b]"
 
 
 def _split_problems(facts: Facts) -> Iterator[str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from megatron3d.config.schema import ModelConfig
 from megatron3d.config.validate.facts import Facts, plain
+from megatron3d.data.corpus.plan import is_streamed
 from megatron3d.data.option_table import HF_PREFIX
 
 DYNAMIC = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
@@ -34,7 +35,7 @@ class Feature:
 
 def _streams(facts: Facts) -> bool:
     data = facts.config.data
-    return any(str(path).startswith(HF_PREFIX) for path in (data.train_data_path, data.valid_data_path))
+    return any(path and is_streamed(path) for path in (data.train_data_path, data.valid_data_path))
 
 
 def _in(section: str, *names: str) -> tuple[str, ...]:

@@ -4,8 +4,8 @@
     train_data_path, valid_data_path, test_data_path       each split has corpora of its own
     sample i of a blend                                    sample j of source s,   (s, j) = blend(i)
 
-A path is a prefix of token files, several prefixes with weights, or in the second form the name of a Hugging Face
-dataset (stream.py).
+A path is a prefix of token files, or several with weights; in the second form also the name of a Hugging Face dataset,
+or several with weights (stream.py).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from megatron3d.data.corpus.plan import (
     Paths,
     Split,
     check_token_ids,
+    is_streamed,
     parse_paths,
     sample_offsets,
     split_tokens,
@@ -32,7 +33,6 @@ from megatron3d.data.corpus.plan import (
     whole_parts,
 )
 from megatron3d.data.corpus.stream import StreamedDataset, StreamedSamples
-from megatron3d.data.option_table import HF_PREFIX
 from megatron3d.data.packing import Packing
 from megatron3d.data.preprocess.encode import EncoderSpec
 from megatron3d.data.preprocess.inputs import num_shards
@@ -163,11 +163,7 @@ class BlendedSamples:
 
     def consumed_tokens(self, spans: Iterable[tuple[int, int, int]]) -> Mapping[str, float]:
         """Return the metric of each corpus's tokens in spans (first sample, end, trained length); {} for one corpus."""
-        totals = dict.fromkeys([f"consumed_tokens/{source.dataset.prefix}" for source in self.sources], 0.0)
-        for start, stop, length in spans if len(self.sources) > 1 else ():
-            for name, before, after in zip(totals, self.blend.counts(start), self.blend.counts(stop), strict=True):
-                totals[name] += (after - before) * length
-        return totals if len(self.sources) > 1 else {}
+        return self.blend.consumed_tokens([str(source.dataset.prefix) for source in self.sources], spans)
 
 
 def fingerprint(data: IndexedDataset) -> str:
@@ -194,7 +190,7 @@ class Corpus:
     def faults(self) -> list[str]:
         """Descriptions of the first records that were left out so far."""
         streams = (split for split in (self.train, self.valid, self.test) if isinstance(split, StreamedSamples))
-        return [fault for stream in streams for fault in stream.rows.faults]
+        return [fault for stream in streams for fault in stream.faults]
 
     @property
     def datasets(self) -> tuple[IndexedDataset, ...]:
@@ -258,7 +254,7 @@ class _Opener:
 
     def whole(self, key: str, path: Paths, number: int) -> BlendedSamples | StreamedSamples | None:
         """Open a split with a path of its own: token files, or a dataset."""
-        if not (isinstance(path, str) and path.startswith(HF_PREFIX)):
+        if not is_streamed(path):
             return self.split(self.paths(key, path), number, is_whole=True)
         spec, tokenizer = self.spec, self.tokenizer
         encoder = EncoderSpec(
@@ -272,8 +268,13 @@ class _Opener:
             begin=tokenizer.special.before_text(spec.add_bos_token),
         )
         seed = spec.seed if number == 0 else None
-        rows = StreamedDataset(path, num_shards(path), spec.stream_lanes, spec.stream_shuffle_rows, seed, encoder)
-        return StreamedSamples(rows, spec.seq_length)
+        named = parse_paths(key, path)
+        rows = [
+            StreamedDataset(name, num_shards(name), spec.stream_lanes, spec.stream_shuffle_rows, seed, encoder)
+            for name, _ in named
+        ]
+        blend = Blend(whole_parts([weight or Fraction(1) for _, weight in named]))
+        return StreamedSamples(rows, spec.seq_length, blend)
 
     def split(self, opened: _Opened, number: int, is_whole: bool = False) -> BlendedSamples | None:
         """Return train, valid or test of the corpora; None if it is unused and a corpus has less than one sample."""

@@ -25,7 +25,7 @@ import hashlib
 import heapq
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -34,6 +34,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from megatron3d.data.option_table import HF_PREFIX
 from megatron3d.errors import UserError
 
 Indices = npt.NDArray[np.int64]
@@ -157,6 +158,14 @@ class Blend:
         partial = np.bincount(self._order[0][:rest], minlength=len(self.parts))
         return tuple(rounds * part + int(extra) for part, extra in zip(self.parts, partial, strict=True))
 
+    def consumed_tokens(self, names: Sequence[str], spans: Iterable[tuple[int, int, int]]) -> Mapping[str, float]:
+        """Return the metric of each source's tokens in spans (first sample, end, trained length); {} for one source."""
+        totals = dict.fromkeys([f"consumed_tokens/{name}" for name in names], 0.0)
+        for start, stop, length in spans if len(names) > 1 else ():
+            for name, before, after in zip(totals, self.counts(start), self.counts(stop), strict=True):
+                totals[name] += (after - before) * length
+        return totals if len(names) > 1 else {}
+
     @cached_property
     def _order(self) -> tuple[npt.NDArray[np.intp], Indices]:
         order = np.fromiter(_assign(self.parts), np.intp, sum(self.parts))
@@ -165,6 +174,9 @@ class Blend:
             places = np.flatnonzero(order == source)
             ranks[places] = np.arange(len(places))
         return order, ranks
+
+
+ALONE = Blend((1,))
 
 
 def _assign(parts: Sequence[int]) -> list[int]:
@@ -249,6 +261,12 @@ def parse_paths(key: str, value: Paths) -> tuple[tuple[str, Fraction | None], ..
     if repeated:
         raise UserError(f"{key}={shown}: {repeated[0]} is there twice; give it one weight")
     return tuple((prefix, weight) for prefix, weight in found if weight != 0)
+
+
+def is_streamed(value: Paths) -> bool:
+    """Return whether a key's value names streamed datasets, one or several with weights."""
+    words = (value,) if isinstance(value, str) else value
+    return any(isinstance(word, str) and word.startswith(HF_PREFIX) for word in words)
 
 
 def _number(word: str | float | int) -> Fraction | None:

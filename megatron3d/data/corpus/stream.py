@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron3d.data.corpus.plan import Indices, permutation_keys, permute
+from megatron3d.data.corpus.plan import ALONE, Blend, Indices, permutation_keys, permute
 from megatron3d.data.preprocess.encode import MAX_FAULTS, EncodedBatch, EncoderSpec, encode_batch
 from megatron3d.data.preprocess.inputs import InputChunk, open_shard
 from megatron3d.data.preprocess.readers import Record
@@ -200,8 +200,8 @@ class Lane:
         return np.concatenate([*parts, self._held[0][1][:1]])
 
 
-class StreamedSamples:
-    """Samples 0, 1, ... of a streamed dataset, without end."""
+class DatasetSamples:
+    """Samples 0, 1, ... of one streamed dataset, without end."""
 
     def __init__(self, rows: StreamedDataset, seq_length: int) -> None:
         self.rows, self.seq_length = rows, seq_length
@@ -209,17 +209,12 @@ class StreamedSamples:
         self._lows: deque[int] = deque(maxlen=KEPT_BATCHES)
 
     @property
-    def sources(self) -> tuple[Any, ...]:
-        """The token files that are read: none."""
-        return ()
-
-    @property
-    def contents(self) -> list[list[object]]:
-        """Values that identify the samples, from the first rows; raises UserError if these have no text."""
+    def fingerprint(self) -> str:
+        """Value that identifies the samples, from the first rows; raises UserError if these have no text."""
         rows = self.rows
         values: list[object] = [rows.num_shards, rows.num_lanes, rows.shuffle_rows, rows.encoder.keys]
         values += [rows.first_text(shard) for shard in sorted({0, rows.num_shards - 1})]
-        return [[hashlib.sha256(str(values).encode()).hexdigest(), 1]]
+        return hashlib.sha256(str(values).encode()).hexdigest()
 
     def read(self, samples: Indices) -> npt.NDArray[np.int64]:
         """Return [samples, seq_length + 1] tokens; raises UserError for a row without text unless such are left out."""
@@ -237,32 +232,103 @@ class StreamedSamples:
         window, lane = divmod(sample, self.rows.num_lanes)
         return f"{self.rows.name}, window {window} of lane {lane}"
 
+    def cursors(self, consumed_samples: int) -> Iterator[Cursor | None]:
+        """Yield for each lane the start of its next window after the consumed samples, where this rank knows it."""
+        return (lane.cursors.get(window) for lane, window in self._next_windows(consumed_samples))
+
+    def go_on(self, consumed_samples: int, cursors: Sequence[Sequence[int] | None]) -> None:
+        """Restore the starts of the next windows after the consumed samples."""
+        for (lane, window), cursor in zip(self._next_windows(consumed_samples), cursors, strict=True):
+            if cursor is not None:
+                lane.cursors[window] = Cursor(*cursor)
+
+    def _next_windows(self, consumed_samples: int) -> Iterator[tuple[Lane, int]]:
+        lanes = self.rows.num_lanes
+        return ((each, max(-(-(consumed_samples - lane) // lanes), 0)) for lane, each in enumerate(self._lanes))
+
+    def describe(self) -> str:
+        """Return a line for the start of a run."""
+        rows = self.rows
+        shards = f"{rows.num_shards} shards in {rows.num_lanes} lanes"
+        return f"{rows.name}: read as a stream of {shards}; how often is not known before"
+
+
+class StreamedSamples:
+    """Samples 0, 1, ... of one or several streamed datasets in the order of a blend, without end."""
+
+    def __init__(self, datasets: Sequence[StreamedDataset], seq_length: int, blend: Blend = ALONE) -> None:
+        self.seq_length, self.datasets, self._blend = seq_length, datasets, blend
+        self._streams = [DatasetSamples(rows, seq_length) for rows in datasets]
+
+    @property
+    def sources(self) -> tuple[Any, ...]:
+        """The token files that are read: none."""
+        return ()
+
+    @property
+    def num_lanes(self) -> int:
+        """Number of lanes of all datasets."""
+        return sum(rows.num_lanes for rows in self.datasets)
+
+    @property
+    def faults(self) -> list[str]:
+        """Descriptions of the first records that were left out so far."""
+        return [fault for rows in self.datasets for fault in rows.faults]
+
+    @property
+    def contents(self) -> list[list[object]]:
+        """Values that identify the samples, with the weight of each dataset; raises UserError if one has no text."""
+        return [[each.fingerprint, part] for each, part in zip(self._streams, self._blend.parts, strict=True)]
+
+    def read(self, samples: Indices) -> npt.NDArray[np.int64]:
+        """Return [samples, seq_length + 1] tokens; raises UserError for a row without text unless such are left out."""
+        sources, positions = self._blend.locate(samples)
+        tokens = np.empty((len(samples), self.seq_length + 1), np.int64)
+        for source in np.unique(sources).tolist():
+            rows = sources == source
+            tokens[rows] = self._streams[source].read(positions[rows])
+        return tokens
+
+    def place(self, sample: int) -> str:
+        """Return where a sample comes from, for a message."""
+        sources, positions = self._blend.locate(np.array([sample]))
+        return self._streams[int(sources[0])].place(int(positions[0]))
+
     def cursors(self, consumed_samples: int) -> dict[str, tuple[int, ...]]:
         """Return by lane the start of its next window after the consumed samples, where this rank knows it."""
-        found = {str(lane): self._lanes[lane].cursors.get(w) for lane, w in self._next_windows(consumed_samples) if w}
-        return {lane: tuple(cursor) for lane, cursor in found.items() if cursor is not None}
+        return {
+            self._lane(source, lane): tuple(cursor)
+            for source, cursors in enumerate(self._next(consumed_samples))
+            for lane, cursor in enumerate(cursors)
+            if cursor not in (None, Cursor())
+        }
 
     def num_bad(self, consumed_samples: int) -> tuple[int, ...]:
         """Return by lane the number of records left out among the consumed samples, 0 where this rank does not know."""
-        found = (self._lanes[lane].cursors.get(window) for lane, window in self._next_windows(consumed_samples))
+        found = (cursor for cursors in self._next(consumed_samples) for cursor in cursors)
         return tuple(cursor.num_bad if cursor else 0 for cursor in found)
 
     def go_on(self, consumed_samples: int, cursors: Mapping[str, Sequence[int]]) -> None:
         """Restore the starts of the next windows after the consumed samples."""
-        for lane, window in self._next_windows(consumed_samples):
-            if str(lane) in cursors:
-                self._lanes[lane].cursors[window] = Cursor(*cursors[str(lane)])
+        for source, (stream, consumed) in enumerate(self._consumed(consumed_samples)):
+            stream.go_on(consumed, [cursors.get(self._lane(source, lane)) for lane in range(stream.rows.num_lanes)])
 
-    def _next_windows(self, consumed_samples: int) -> Iterator[tuple[int, int]]:
-        lanes = self.rows.num_lanes
-        return ((lane, max(-(-(consumed_samples - lane) // lanes), 0)) for lane in range(lanes))
+    def _lane(self, source: int, lane: int) -> str:
+        return str(lane) if len(self._streams) == 1 else f"{source}.{lane}"
+
+    def _consumed(self, consumed_samples: int) -> Iterator[tuple[DatasetSamples, int]]:
+        return zip(self._streams, self._blend.counts(consumed_samples), strict=True)
+
+    def _next(self, consumed_samples: int) -> Iterator[list[Cursor | None]]:
+        return (list(stream.cursors(consumed)) for stream, consumed in self._consumed(consumed_samples))
 
     def consumed_tokens(self, spans: Iterable[tuple[int, int, int]]) -> Mapping[str, float]:
-        """Return {}, since there is only one dataset."""
-        return {}
+        """Return the metric of each dataset's tokens in spans (first sample, end, trained length); {} for one alone."""
+        return self._blend.consumed_tokens([rows.name for rows in self.datasets], spans)
 
-    def describe(self, _num_samples: int, _max_epochs: float) -> Iterator[str]:
-        """Yield a line for the start of a run."""
-        rows = self.rows
-        shards = f"{rows.num_shards} shards in {rows.num_lanes} lanes"
-        yield f"{rows.name}: read as a stream of {shards}; how often is not known before"
+    def describe(self, num_samples: int, _max_epochs: float) -> Iterator[str]:
+        """Yield lines for the start of a run."""
+        parts = self._blend.parts
+        for stream, part, number in zip(self._streams, parts, self._blend.counts(num_samples), strict=True):
+            share = f"; {number} samples, {100 * part / sum(parts):.4g} %" if len(parts) > 1 else ""
+            yield stream.describe() + share

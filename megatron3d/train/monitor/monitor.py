@@ -209,7 +209,7 @@ class Monitor:
         self._first_iteration = run.state.iteration + 1
         self._skipped = torch.zeros((), device=run.runtime.device)
         self._stream = run.state.stream if run.config.data.on_bad_record == "skip" else None
-        num_lanes = self._stream.rows.num_lanes if self._stream else 0
+        num_lanes = self._stream.num_lanes if self._stream else 0
         self._ranks = RankStatistics(run.comm, run.runtime.device, num_lanes)
         self._shown_faults: set[str] = set()
         flops = [step_flops(job.on_pipeline_rank(coord)) for coord in range(job.pipeline.num_ranks)]

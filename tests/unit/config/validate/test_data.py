@@ -57,8 +57,14 @@ BROKEN = [
     (
         {"data": {"train_data_path": (1, "hf:a", 1, "b")}},
         1,
-        'data.train_data_path=[1.0,"hf:a",1.0,b]: a streamed dataset cannot be blended; name it alone, or make token '
-        "files of it",
+        'data.train_data_path=[1.0,"hf:a",1.0,b]: streamed datasets cannot be blended with token files; make token '
+        "files of all",
+    ),
+    (
+        {"data": {"train_data_path": ("hf:a", "hf:b")}},
+        1,
+        'data.train_data_path=["hf:a","hf:b"]: the sizes of streamed datasets are not known; use weights, as '
+        "[0.7, hf:a, 0.3, hf:b]",
     ),
     (
         {"data": {"reset_position_ids": True}, "model": {"position_embedding_type": "none"}},

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron3d.data.corpus.plan import Blend
 from megatron3d.data.corpus.stream import Cursor, StreamedDataset, StreamedSamples
 from megatron3d.data.preprocess.encode import EncoderSpec
 from megatron3d.data.preprocess.inputs import num_shards
@@ -47,14 +48,14 @@ def stream(
 ) -> StreamedSamples:
     tokenizer = ByteTokenizer(None)
     encoder = EncoderSpec("ByteTokenizer", None, tokenizer.fingerprint, (key,), append_eod=True, skip_bad=skip)
-    return StreamedSamples(StreamedDataset(name, num_shards(name), lanes, 5, seed, encoder), SEQ_LENGTH)
+    return StreamedSamples([StreamedDataset(name, num_shards(name), lanes, 5, seed, encoder)], SEQ_LENGTH)
 
 
 def test_lanes_read_the_rows_in_turn(name: str) -> None:
     made = stream(name, lanes=4, seed=None)
-    assert made.rows.num_shards in (1, 3)
+    assert made.datasets[0].num_shards in (1, 3)
     texts = [text if number != 5 else "" for number, text in enumerate(TEXTS)]
-    if made.rows.num_shards == 1:
+    if made.datasets[0].num_shards == 1:
         lanes = [texts[lane::4] for lane in range(4)]
     else:  # lanes 0 and 3 read the first shard
         lanes = [texts[0:30:2], texts[30:60], texts[60:90], texts[1:30:2]]
@@ -67,7 +68,7 @@ def test_lanes_read_the_rows_in_turn(name: str) -> None:
 
 
 def test_shuffled_epochs_hold_the_same_documents_in_other_orders(name: str) -> None:
-    rows, documents = stream(name, lanes=2).rows, []
+    rows, documents = stream(name, lanes=2).datasets[0], []
     for place, tokens in rows.documents(1, Cursor()):
         if place.epoch == 2:
             break
@@ -102,9 +103,11 @@ def test_any_sample_is_the_same_from_the_start_and_from_a_checkpoint(
     after = stream(name)
     after.go_on(60, json.loads(json.dumps(known)))
     opened: list[tuple[int, Cursor]] = []
-    documents = type(after.rows).documents
+    documents = type(after.datasets[0]).documents
     monkeypatch.setattr(
-        type(after.rows), "documents", lambda rows, lane, at: opened.append((lane, at)) or documents(rows, lane, at)
+        type(after.datasets[0]),
+        "documents",
+        lambda rows, lane, at: opened.append((lane, at)) or documents(rows, lane, at),
     )
     assert np.array_equal(after.read(np.arange(60, 120)), expected[60:])
     assert len(opened) == 4 and all(at != Cursor() for _, at in opened)
@@ -115,7 +118,7 @@ def test_a_lane_keeps_few_cursors(name: str) -> None:
     made = stream(name)
     for begin in range(0, 400, 20):
         made.read(begin + np.arange(20))
-    assert all(len(lane.cursors) < 25 for lane in made._lanes)
+    assert all(len(lane.cursors) < 25 for lane in made._streams[0]._lanes)
 
 
 def test_errors_of_a_stream_are_reported(name: str, tmp_path: Path) -> None:
@@ -158,7 +161,9 @@ def test_a_bad_record_stops_or_is_skipped_like_an_empty_one(tmp_path: Path) -> N
         stream(bad).read(np.arange(200))
     made = stream(bad, skip=True)
     assert np.array_equal(made.read(np.arange(200)), stream(empty).read(np.arange(200)))
-    assert made.rows.faults[0].startswith(f"{bad}, shard ") and len(set(made.rows.faults)) == len(made.rows.faults)
+    assert made.datasets[0].faults[0].startswith(f"{bad}, shard ") and len(set(made.datasets[0].faults)) == len(
+        made.datasets[0].faults
+    )
 
 
 @settings(deadline=None, max_examples=15)
@@ -201,3 +206,54 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
         file.write('{"body": "cut')
     with pytest.raises(UserError, match=r"shard 1 of 3 cannot be read .*names the line"):
         stream(name).read(np.arange(200))
+
+
+def blended(names: list[str], weights: tuple[int, ...]) -> StreamedSamples:
+    return StreamedSamples([stream(each).datasets[0] for each in names], SEQ_LENGTH, Blend(weights))
+
+
+@pytest.fixture
+def two(name: str, tmp_path: Path) -> list[str]:
+    """Return the names of two datasets."""
+    (tmp_path / "other").mkdir()
+    lines = "".join(json.dumps({"body": f"other {number}"}) + "\n" for number in range(20))
+    (tmp_path / "other/rows.jsonl").write_text(lines)
+    return [name, f"hf:{tmp_path}/other"]
+
+
+def test_a_blend_takes_the_samples_of_its_datasets_in_turn(two: list[str]) -> None:
+    """Three of four samples are the first one's, each dataset in its own order; messages name the right one."""
+    made, blend = blended(two, (3, 1)), Blend((3, 1))
+    read = made.read(np.arange(80))
+    sources, places = blend.locate(np.arange(80))
+    for source, each in enumerate(two):
+        mine = sources == source
+        assert np.array_equal(read[mine], stream(each).read(places[mine]))
+        assert made.place(int(np.flatnonzero(mine)[0])).startswith(f"{each}, window 0 of lane 0")
+    assert made.num_lanes == 8 and [part for _, part in made.contents] == [3, 1]
+    first, second = made.describe(80, 4.0)
+    assert first.endswith("; 60 samples, 75 %") and second.endswith("; 20 samples, 25 %")
+    tokens = {f"consumed_tokens/{two[0]}": 30.0 * SEQ_LENGTH, f"consumed_tokens/{two[1]}": 10.0 * SEQ_LENGTH}
+    assert made.consumed_tokens([(0, 40, SEQ_LENGTH)]) == tokens
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_blend_goes_on_from_a_checkpoint(two: list[str], ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = blended(two, (3, 1)).read(np.arange(120))
+    before = [blended(two, (3, 1)) for _ in range(ranks)]
+    for begin in range(0, 60, 6):
+        for rank, own in enumerate(before):
+            assert np.array_equal(
+                own.read(begin + np.arange(rank, 6, ranks)), expected[begin + rank : begin + 6 : ranks]
+            )
+    known = {lane: cursor for own in before for lane, cursor in own.cursors(60).items()}
+    assert known.keys() == {f"{source}.{lane}" for source in range(2) for lane in range(4)}
+    after = blended(two, (3, 1))
+    after.go_on(60, json.loads(json.dumps(known)))
+    opened: list[Cursor] = []
+    documents = StreamedDataset.documents
+    monkeypatch.setattr(
+        StreamedDataset, "documents", lambda rows, lane, at: opened.append(at) or documents(rows, lane, at)
+    )
+    assert np.array_equal(after.read(np.arange(60, 120)), expected[60:])
+    assert len(opened) == 8 and Cursor() not in opened
