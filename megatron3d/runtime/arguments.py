@@ -105,7 +105,10 @@ class ToolParser(argparse.ArgumentParser):
         self._option_string_actions[once] = self._option_string_actions[option]
 
     def error(self, message: str) -> NoReturn:
-        """Print the usage and the message, each word of it shortened, and exit with code 2."""
+        """Print the usage and the message, each word of it shortened, and exit with code 2; of several ranks, once."""
+        from megatron3d.runtime.process import let_rank_0_tell  # not for `--help`, which is to be fast
+
+        let_rank_0_tell()
         words = re.sub(rf"\S{{{MAX_QUOTED},}}", lambda word: shorten(word[0]), message)
         super().error(shorten(words, 10 * MAX_QUOTED))
 

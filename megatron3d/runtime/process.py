@@ -331,8 +331,8 @@ def _lost_rank(error: Exception) -> str | None:
     return f"ends, since another rank has ended: {one_line(what)}"
 
 
-def _print_errors(messages: Sequence[str]) -> None:
-    """Print on rank 0 immediately, on the others later, before which a launcher stops them if one has ended.
+def let_rank_0_tell() -> int:
+    """Wait on other ranks than 0, before which a launcher stops them if one has ended; return the rank.
 
     A message of all ranks is printed once that way, also where rank 0 is slow to find it, since they print one after
     another; and a message of a single rank is not lost.
@@ -341,7 +341,13 @@ def _print_errors(messages: Sequence[str]) -> None:
     if env.rank > 0:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(TELL_S + TELL_AFTER_S * env.local_rank)
-    prefix = f"[rank {env.rank}] " if env.rank > 0 else ""
+    return env.rank
+
+
+def _print_errors(messages: Sequence[str]) -> None:
+    """Print on rank 0 immediately, on the others later."""
+    rank = let_rank_0_tell()
+    prefix = f"[rank {rank}] " if rank > 0 else ""
     for message in messages:
         print(prefix + message, file=sys.stderr, flush=True)
 

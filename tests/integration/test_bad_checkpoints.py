@@ -196,6 +196,12 @@ def test_two_ranks_report_an_error_once(config: Path, trained: Path, name: str) 
     assert err.count("Traceback") == err.count("ChildFailedError(")
 
 
+def test_two_ranks_report_a_wrong_option_once(config: Path) -> None:
+    child = launch(["pretrain_gpt.py", "--config", str(config), "--no-such-option"], num_ranks=2)
+    _, err = child.communicate(timeout=60)
+    assert err.count("--no-such-option") == 1 and err.count("usage:") == 1, err
+
+
 ANOTHER_STEP = ["checkpoint.save_interval=1", "train.train_iters=10"]
 
 
