@@ -15,7 +15,7 @@ import re
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, ClassVar, Literal, NoReturn
 
 from megatron3d.errors import UserError
 
@@ -95,7 +95,13 @@ class _WithoutOption(argparse.Action):
 
 
 class ToolParser(argparse.ArgumentParser):
-    """Parser of a program's command line, which ends the program with exit code 2 and a short message."""
+    """Parser of a program's command line, which ends the program with exit code 2 and a short message.
+
+    Attributes:
+        before_error: called before a message; programs of several ranks wait here, so that one of them tells it.
+    """
+
+    before_error: ClassVar[Callable[[], object]] = staticmethod(lambda: None)
 
     def __init__(self, prog: str | None = None, **settings: Any) -> None:
         super().__init__(prog, formatter_class=_Help, **settings)
@@ -105,10 +111,8 @@ class ToolParser(argparse.ArgumentParser):
         self._option_string_actions[once] = self._option_string_actions[option]
 
     def error(self, message: str) -> NoReturn:
-        """Print the usage and the message, each word of it shortened, and exit with code 2; of several ranks, once."""
-        from megatron3d.runtime.process import let_rank_0_tell  # not for `--help`, which is to be fast
-
-        let_rank_0_tell()
+        """Print the usage and the message, each word of it shortened, and exit with code 2."""
+        ToolParser.before_error()
         words = re.sub(rf"\S{{{MAX_QUOTED},}}", lambda word: shorten(word[0]), message)
         super().error(shorten(words, 10 * MAX_QUOTED))
 

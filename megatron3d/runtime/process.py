@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from megatron3d.errors import ExitCode, RunFailed, UserError, one_line
 from megatron3d.runtime import machine
-from megatron3d.runtime.arguments import whole_number
+from megatron3d.runtime.arguments import ToolParser, whole_number
 from megatron3d.runtime.launcher_env import LauncherEnv, SlurmJob, read_launcher_env, read_slurm_job
 from megatron3d.runtime.program import exit_code_of, flush
 
@@ -308,6 +308,7 @@ def run_program(main: Callable[[], int]) -> int:
     """
     # Before torch is imported: it prints a C++ stack per rank where another one has ended, which is said below.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    ToolParser.before_error = let_rank_0_tell
     try:
         code = exit_code_of(main, _print_errors, "interrupted")
     except Exception as error:
