@@ -1,7 +1,8 @@
 """Homes of whole logical matrices: which rank computes which, for optimizers that need them.
 
-Homes are the ranks of a pipeline stage's replica, on tensor, context and data axes alike.  Experts stay on the ranks
-that hold them, whole or in shards; every other matrix may go to any rank.  Replicas compute the same matrices.
+Homes are the ranks of a pipeline stage, on tensor, context and data axes alike, replicas included: the shards of an
+expert may lie on several of these.  Experts stay on the ranks that hold them, whole or in shards; any other matrix may
+go to any rank.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from megatron3d.parallel.layout import ParamSpec, Part, span
-from megatron3d.parallel.mesh import DATA, PIPELINE, Axes, Mesh
+from megatron3d.parallel.mesh import PIPELINE, Axes, Mesh
 
 # Least number of matrices of a round, and of their elements, for each home: with fewer, some would be idle.
 MATRICES_PER_HOME, ELEMENTS_PER_HOME = 2, 2**24
@@ -34,8 +35,8 @@ class HomeRound(NamedTuple):
 
 
 def home_axes(mesh: Mesh) -> Axes:
-    """Return the axes of the ranks among which whole matrices are divided: a pipeline stage of one replica."""
-    return mesh.nontrivial(mesh.without(mesh.names, (PIPELINE, DATA[0])))
+    """Return the axes of the ranks among which whole matrices are divided: all of a pipeline stage."""
+    return mesh.nontrivial(mesh.without(mesh.names, (PIPELINE,)))
 
 
 def plan_homes(flats: Sequence[Params], mesh: Mesh) -> list[HomeRound]:
@@ -88,11 +89,10 @@ class _HomeRanks:
     def assign(self, flats: Iterable[Params]) -> list[HomeMatrix]:
         """Return the matrices with their homes, in the order of the parameters."""
         found = [
-            (path, holders, part)
+            (path, self._holders(spec, index), part)
             for params in flats
             for path, spec in params.items()
             for index, part in enumerate(spec.parts)
-            if (holders := self._holders(spec, index))  # other replicas may have other experts
         ]
         homes = [0] * len(found)
         for place in sorted(range(len(found)), key=lambda place: -_work(found[place][2])):

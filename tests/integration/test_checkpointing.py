@@ -197,7 +197,7 @@ KEYS: dict[str, tuple[list[str], list[Words]]] = {
     ),
     "no such part": (
         ["checkpoint.accept_changed=[model]"],
-        [("checkpoint.accept_changed=[model]", "a list of tokenizer, corpus, data.split or train.seed")],
+        [("checkpoint.accept_changed=[model]", "a list of tokenizer, corpus, data.split, train.seed or optimizer")],
     ),
 }
 
