@@ -39,6 +39,8 @@ from megatron3d.train.state import TrainState, build_state, connect
 from megatron3d.train.step import StepSettings, train_step
 
 Step = Callable[[Tensor], Tensor]
+# Returns the rows of a size, the same on all ranks.
+Measure = Callable[[str, argparse.Namespace], list[Row]]
 
 
 class Patient(Recorder):
@@ -190,7 +192,7 @@ def peak_memory(build: Callable[[], Step], tokens: Tensor) -> int:
     return int(peak)
 
 
-def run_rank(rank: int, num_ranks: int, folder: str, options: argparse.Namespace) -> None:
+def run_rank(rank: int, num_ranks: int, folder: str, options: argparse.Namespace, measure: Measure) -> None:
     """Measure all sizes on one of the ranks; rank 0 prints, and writes its rows to the folder."""
     torch.set_num_threads(1)
     store = f"file://{folder}/store{num_ranks}"
@@ -206,13 +208,12 @@ def run_rank(rank: int, num_ranks: int, folder: str, options: argparse.Namespace
     dist.destroy_process_group()
 
 
-def main() -> None:
-    """Start the ranks, once for each number of them."""
-    options = arguments()
+def measure_on_ranks(options: argparse.Namespace, measure: Measure) -> None:
+    """Start the ranks, once for each number of them, and write their rows."""
     rows: Sequence[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         for num_ranks in options.ranks:
-            spawn(run_rank, (num_ranks, folder, options), nprocs=num_ranks)
+            spawn(run_rank, (num_ranks, folder, options, measure), nprocs=num_ranks)
             rows = [*rows, *json.loads(Path(folder, f"rows{num_ranks}.json").read_text())]
     if options.output:
         sizes = {name: vars(SIZES[name]) for name in options.sizes}
@@ -237,4 +238,4 @@ def arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    measure_on_ranks(arguments(), measure)

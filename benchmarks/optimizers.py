@@ -10,20 +10,18 @@ cores than ranks, CPU time says what the ranks would take side by side.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common.report import Row, Turns, interleaved, milliseconds, show, write
+from common.report import Row, Turns, interleaved, milliseconds
 from common.shapes import CPU, LR, SIZES, Size
+from data_parallel import measure_on_ranks
 from tensor_parallel import slowest_rank
 from torch import Tensor
-from torch.multiprocessing.spawn import spawn
 
 from megatron3d.comm.recording import Recorder
 from megatron3d.config.run_spec import RunSpec
@@ -112,34 +110,6 @@ def mean_over_ranks(value: float) -> float:
     return float(total) / dist.get_world_size()
 
 
-def run_rank(rank: int, num_ranks: int, folder: str, options: argparse.Namespace) -> None:
-    """Measure all sizes on one of the ranks; rank 0 prints, and writes its rows to the folder."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store{num_ranks}", rank=rank, world_size=num_ranks)
-    rows: list[Row] = []
-    for name in options.sizes:
-        found = measure(name, options)
-        if rank == 0:
-            show(f"{name}, fp32, {num_ranks} ranks of 1 thread over gloo", found)
-        rows += found
-    if rank == 0:
-        Path(folder, f"rows{num_ranks}.json").write_text(json.dumps(rows))
-    dist.destroy_process_group()
-
-
-def main() -> None:
-    """Start the ranks, once for each number of them."""
-    options = arguments()
-    rows: Sequence[Row] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for num_ranks in options.ranks:
-            spawn(run_rank, (num_ranks, folder, options), nprocs=num_ranks)
-            rows = [*rows, *json.loads(Path(folder, f"rows{num_ranks}.json").read_text())]
-    if options.output:
-        sizes = {name: vars(SIZES[name]) for name in options.sizes}
-        write(options.output, rows, rounds=options.rounds, sizes=sizes)
-
-
 def arguments() -> argparse.Namespace:
     """Parse the options; `--quick` is a round of the tiny size."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -156,4 +126,4 @@ def arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    measure_on_ranks(arguments(), measure)

@@ -121,7 +121,8 @@ class Optimizer:
         grads, mains = [run.flat.grad[run.where] for run in runs], [run.flat.main[run.where] for run in runs]
         states = tuple([run.states[index] for run in runs] for index in range(len(group.rule.states)))
         if factor is not None and not group.rule.scales_grads:
-            torch._foreach_mul_(grads, factor) if grads else None
+            for grad in grads:
+                grad.mul_(factor)
             factor = None
         return ParamGroup(decay, mains, grads, states, factor)
 

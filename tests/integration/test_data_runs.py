@@ -135,8 +135,8 @@ def test_a_streamed_dataset_continues_on_other_ranks(
         (tmp_path / name).mkdir()
         for part in range(3):
             (tmp_path / name / f"part-{part}.jsonl").write_text("".join(lines[part::3]))
-    weighed = ",".join(f"{weight},hf:{tmp_path}/{name}" for weight, name in zip((0.75, 0.25), names, strict=False))
-    named = f"[{weighed}]" if len(names) > 1 else f"hf:{tmp_path}/data"
+    pairs = ",".join(f"{weight},hf:{tmp_path}/{name}" for weight, name in zip((0.75, 0.25), names, strict=False))
+    named = f"[{pairs}]" if len(names) > 1 else f"hf:{tmp_path}/data"
     paths = ["data.data_path=null", "data.split=969,30,1", f"data.train_data_path={named}"]
     keys = [*paths, "data.stream_key=body", "data.stream_lanes=4", "train.precision=fp64"]
     assert run(config, *in_run(f"{tmp_path}/whole"), *keys).code == ExitCode.DONE
