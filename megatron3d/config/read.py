@@ -271,6 +271,8 @@ def _validated(known: Mapping[str, Entry]) -> tuple[Config, dict[str, str]]:
                 continue
             whole = detail["type"].endswith("_type") and len(detail["loc"]) == 2
             rule = f"{_KINDS.get(type(entry.value), 'this')} is not allowed" if whole else "not allowed"
+            if len(detail["loc"]) > 3 and isinstance(number := detail["loc"][2], int):
+                rule = f"{detail['loc'][3]} of entry {number + 1}: {detail['msg']}"
             invalid[entry.key] = f"{where}: {rule}; use {expected(section, name, entry.value)}"
     return Config.model_validate(values), invalid
 
@@ -289,6 +291,8 @@ def _describe_kind(kind: Mapping[str, Any], given: object) -> str:
         near = nearest(str(given).lower(), map(str, kind["enum"]))
         return one_of(sorted(map(str, kind["enum"]), key=lambda value: value != near))
     if kind["type"] == "array":
+        if "$ref" in kind.get("items", ()):
+            return f"a list of mappings such as {kind['examples'][0]}"
         if "prefixItems" in kind:
             numbers = kind["prefixItems"]
             least, example = numbers[0]["minimum"], kind["examples"][0]

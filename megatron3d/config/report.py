@@ -159,5 +159,5 @@ def _derived_pipeline(spec: RunSpec) -> dict[str, object]:
 
 def _scalar(value: object) -> str:
     if not isinstance(value, str):
-        return json.dumps(value)
+        return json.dumps(value, default=lambda each: each.model_dump(exclude_defaults=True))
     return value if is_plain(value) else yaml.safe_dump(value, default_style='"', width=math.inf).strip()

@@ -6,7 +6,8 @@ stored next to its source.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
@@ -618,6 +619,29 @@ class TrainConfig(Section, frozen=True):
     )
 
 
+class GroupOptions(Section, frozen=True):
+    """How some parameters are updated otherwise than the rest; what is open stays as without the group."""
+
+    params: str | Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = key(...)
+    lr_mult: float = key(1.0, gt=0)
+    wd_mult: float | None = key(None, ge=0)
+    optimizer: Literal["adam"] | None = key(None)
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """Patterns of the names of parameters."""
+        return (self.params,) if isinstance(self.params, str) else self.params
+
+    def names(self, names: Iterable[str]) -> bool:
+        """Return whether a pattern fits one of these names of tensors."""
+        return any(fnmatchcase(name, pattern) for pattern in self.patterns for name in names)
+
+
+ParamGroups = Annotated[
+    tuple[GroupOptions, ...], Field(strict=False, examples=["[{params: embedding.*, lr_mult: 0.1, wd_mult: 0}]"])
+]
+
+
 class OptimizerConfig(Section, frozen=True):
     """Update rule of the weights and its learning-rate schedule."""
 
@@ -652,6 +676,12 @@ class OptimizerConfig(Section, frozen=True):
         "adam", "update rule: AdamW; Lion; or Muon for the matrices of layers, and AdamW for all else"
     )
     weight_decay: float = key(0.1, ge=0)
+    param_groups: ParamGroups = key(
+        (),
+        "parameters that are updated otherwise, the first group whose patterns name one: factors of learning rate and "
+        "weight decay, and AdamW in place of the rule",
+        also="group_overrides",
+    )
     adam_beta1: float = key(0.9, ge=0, lt=1, also="beta1")
     adam_beta2: float = key(0.95, ge=0, lt=1, also="beta2")
     adam_eps: float = key(1e-8, gt=0, also="eps epsilon adam_epsilon")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import yaml
+from pydantic import BaseModel
 
 from megatron3d.errors import UserError
 from megatron3d.runtime.arguments import MAX_QUOTED, read_limited, shorten
@@ -132,13 +133,17 @@ def _pieces(value: object) -> Iterator[str]:
                 yield ","
             yield from _pieces(item)
         yield "]"
+    elif isinstance(value, dict | BaseModel):
+        yield "{"
+        for index, (name, item) in enumerate(dict(value).items()):
+            yield f"{', ' * (index > 0)}{shorten(str(name))}: "
+            yield from _pieces(item)
+        yield "}"
     elif isinstance(value, str):
         text = shorten(value)
         yield text if is_plain(text) else f'"{text}"'
-    elif value is None or isinstance(value, bool):
-        yield "null" if value is None else str(value).lower()
     else:
-        yield "{...}" if isinstance(value, dict) else str(value)
+        yield "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def is_plain(text: str) -> bool:

@@ -99,7 +99,7 @@ class Optimizer:
         self.num_steps = self.num_steps.to(skipped.device)
         for group, runs in self._groups.items():
             tensors = self._param_group(group, runs, factor)
-            self._updates[group](tensors, self.config, lr, self.num_steps, skipped)
+            self._updates[group](tensors, self.config, lr * group.lr_mult, self.num_steps, skipped)
         self.num_steps += 1 - skipped
         if self.loss_scale is not None:
             self.loss_scale.update(skipped)
@@ -117,7 +117,7 @@ class Optimizer:
 
     def _param_group(self, group: GroupSpec, runs: Sequence[_Run], factor: Tensor | None) -> ParamGroup:
         """Return the tensors of a group; clip and unscale its gradients here unless its kernels do."""
-        decay = self.config.weight_decay if group.decays else 0.0
+        decay = self.config.weight_decay * group.wd_mult
         grads, mains = [run.flat.grad[run.where] for run in runs], [run.flat.main[run.where] for run in runs]
         states = tuple([run.states[index] for run in runs] for index in range(len(group.rule.states)))
         if factor is not None and not group.rule.scales_grads:
@@ -128,7 +128,7 @@ class Optimizer:
 
     def _runs_of(self, flat: FlatBuffer) -> Iterator[_Run]:
         """Allocate the state of a flat buffer's shard, and yield the parts of it that are updated alike."""
-        groups = groups_of(self.rule, {path: self.buffers.specs[path] for path in flat.spans})
+        groups = groups_of(self.config, {path: self.buffers.specs[path] for path in flat.spans})
         made: dict[str, list[StateShard]] = {}
         for rule, where in flat.runs(lambda path: groups[path].rule):
             made[rule.name] = []
@@ -137,7 +137,9 @@ class Optimizer:
                 values = torch.zeros_like(flat.main[where], dtype=dtype)
                 made[rule.name].append(StateShard(each.name, flat, where.start, values))
             self.state += made[rule.name]
-        places = dict(flat.runs(groups.__getitem__))
+        found = list(flat.runs(groups.__getitem__))
+        places = dict(found)
+        assert len(places) == len(found), "parameters of a group are not neighbours"
         for group in dict.fromkeys(groups.values()):
             paths = [path for path in flat.spans if groups[path] == group]
             where = places.get(group, NOWHERE)

@@ -75,22 +75,34 @@ class UpdateRule:
 
 
 class GroupSpec(NamedTuple):
-    """Parameters that are updated alike: by one rule, with weight decay or without."""
+    """Parameters that are updated alike: by one rule, with factors of the learning rate and of weight decay."""
 
     rule: UpdateRule
-    decays: bool
+    lr_mult: float
+    wd_mult: float
 
 
-def groups_of(rule: UpdateRule, specs: Mapping[str, ParamSpec]) -> dict[str, GroupSpec]:
+def group_of(config: OptimizerConfig, path: str, spec: ParamSpec) -> GroupSpec:
+    """Return the group of a parameter."""
+    rule, lr_mult, wd_mult = rule_of(config).of(path, spec), 1.0, float(spec.decay)
+    for each in config.param_groups:
+        if each.names(part.name for part in spec.parts):
+            wd_mult = wd_mult if each.wd_mult is None else each.wd_mult
+            return GroupSpec(rule if each.optimizer is None else RULES[each.optimizer], each.lr_mult, wd_mult)
+    return GroupSpec(rule, lr_mult, wd_mult)
+
+
+def groups_of(config: OptimizerConfig, specs: Mapping[str, ParamSpec]) -> dict[str, GroupSpec]:
     """Return the group of each parameter, in the order in which flat buffers hold them: group after group."""
-    groups = {path: GroupSpec(rule.of(path, spec), spec.decay) for path, spec in specs.items()}
-    order = [each.name for each in rule.all]
-    return dict(sorted(groups.items(), key=lambda item: (order.index(item[1].rule.name), not item[1].decays)))
+    groups = {path: group_of(config, path, spec) for path, spec in specs.items()}
+    order = [each.name for each in rule_of(config).all]
+    places = {each: (order.index(each.rule.name), -each.wd_mult, each.lr_mult) for each in groups.values()}
+    return dict(sorted(groups.items(), key=lambda item: places[item[1]]))
 
 
-def in_groups(rule: UpdateRule, specs: Mapping[str, ParamSpec]) -> dict[str, ParamSpec]:
+def in_groups(config: OptimizerConfig, specs: Mapping[str, ParamSpec]) -> dict[str, ParamSpec]:
     """Return parameters in the order in which a flat buffer holds them."""
-    return {path: specs[path] for path in groups_of(rule, specs)}
+    return {path: specs[path] for path in groups_of(config, specs)}
 
 
 def is_hidden_matrix(path: str, spec: ParamSpec) -> bool:

@@ -26,6 +26,7 @@ from megatron3d.config.model_defaults import resolve_architecture
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config, ModelConfig
 from megatron3d.config.validate.files import continues_own, is_hub_folder
+from megatron3d.config.yaml_origins import show
 from megatron3d.errors import UserError
 from megatron3d.metrics.journal import FILE_NAME as JOURNAL
 from megatron3d.metrics.journal import read_journal
@@ -266,10 +267,10 @@ def _check_compatible(
     different = [name for name in compared if found.get(name) != identity[name] and name not in accepted]
     said = f"{folder}: saved with {{}}={{}}, but this run has {{}}; continue with the saved one"
     anyway = ", or set checkpoint.accept_changed=[{}] to continue with other samples"
-    if options.optimizer and (saved := changed_rule(meta, state)) and "optimizer" not in options.accept:
+    if options.optimizer and (rules := changed_rule(meta, state)) and "optimizer" not in options.accept:
         problems = [
             *problems,
-            f"{folder}: saved with optimizer.optimizer={saved}, but this run has {state.optimizer.rule.name}; continue "
+            f"{folder}: saved with {rules[0]}, but this run has {rules[1]}; continue "
             "with the saved one, or set checkpoint.accept_changed=[optimizer] to begin with state that it has not at 0",
         ]
     UserError.collect(
@@ -287,11 +288,25 @@ def _check_compatible(
     return meta
 
 
-def changed_rule(meta: Meta, state: TrainState) -> str | None:
-    """Return the update rule that a checkpoint was saved with, if the run has another one."""
-    section = meta.config.get("optimizer")
-    saved = section.get("optimizer") if isinstance(section, dict) else None
-    return saved if isinstance(saved, str) and saved != state.optimizer.rule.name else None
+def changed_rule(meta: Meta, state: TrainState) -> tuple[str, str] | None:
+    """Return the key and value of the update rules that a checkpoint was saved with, and this run's, if they differ."""
+    section, config = meta.config.get("optimizer"), state.optimizer.config
+    if not isinstance(section, dict):
+        return None
+    if isinstance(saved := section.get("optimizer"), str) and saved != config.optimizer:
+        return f"optimizer.optimizer={saved}", config.optimizer
+    kept, ours = _other_rules(section.get("param_groups", ())), _other_rules(config.param_groups)
+    return None if kept == ours else (f"optimizer.param_groups={show(kept)}", show(ours))
+
+
+def _other_rules(groups: Any) -> list[dict[str, object]]:
+    """Return of groups of parameters those with a rule of their own: their patterns and it."""
+    found = [{key: dict(each)[key] for key in ("params", "optimizer")} for each in groups]
+    return [
+        each | {"params": [each["params"]] if isinstance(each["params"], str) else [*each["params"]]}
+        for each in found
+        if each["optimizer"]
+    ]
 
 
 def new_state(folder: Path, index: store.Index, state: TrainState) -> Iterator[str]:

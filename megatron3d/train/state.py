@@ -25,7 +25,7 @@ from megatron3d.model.params import initialize
 from megatron3d.ops.norm import TORCH_NORMS
 from megatron3d.optim.optimizer import Optimizer
 from megatron3d.optim.precision import PRECISIONS, LossScale
-from megatron3d.optim.rule_spec import in_groups, rule_of
+from megatron3d.optim.rule_spec import in_groups
 from megatron3d.parallel.mesh import DATA
 from megatron3d.pipeline.engine import PipelineExecutor
 from megatron3d.runtime.machine import group_timeout
@@ -104,7 +104,7 @@ def build_state(
         main_grads=model.main_grads,
         sharding=spec.sharding,
         units=model.fsdp_units(),
-        in_groups=partial(in_groups, rule_of(config.optimizer)),
+        in_groups=partial(in_groups, config.optimizer),
         reduce_dtype=torch.bfloat16 if config.train.grad_reduce_in_bf16 else None,
         axes_dtype=torch.bfloat16 if spec.narrow_wgrad else None,
     )

@@ -38,6 +38,16 @@ BATCHES = ((4, 8, 16), (6, 12))
 TRAIN = {"precision": "fp64", "loss_chunk_tokens": 12, "bucket_mb": 0.01}
 # Adam and Lion multiply the rounding of gradients that are zero but for it by lr / eps: 1e4 here, 1e6 by default.
 OPTIMIZER = {"lr": 1e-2, "clip_grad": 0.5, "lr_warmup_iters": 1, "adam_eps": 1e-6, "lion_eps": 1e-6}
+# Parameters of all models that are updated otherwise.
+GROUP = {"params": ["embedding.*", "*.attention.proj.*"], "lr_mult": 0.5, "wd_mult": 2.0}
+# Update rules, by the name of a row's.
+RULES: Mapping[str, Mapping[str, Any]] = {
+    "adam": {"optimizer": "adam"},
+    "lion": {"optimizer": "lion"},
+    "muon": {"optimizer": "muon"},
+    "adam in groups": {"optimizer": "adam", "param_groups": [GROUP]},
+    "muon in groups": {"optimizer": "muon", "param_groups": [GROUP, {"params": "*.fc2.*", "optimizer": "adam"}]},
+}
 SMALL = {"num_layers": 2, "hidden_size": 48, "seq_length": 8, "kv_channels": 8, "make_vocab_size_divisible_by": 1}
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "gpt2, tied, dropout": {
@@ -354,7 +364,13 @@ def configure(
 ) -> Config:
     """Return a float64 configuration with the settings that all comparisons share."""
     sections = {"model": model, "parallel": parallel, "data": DOCUMENTS[documents]}
-    return Config.model_validate({**sections, "train": TRAIN | train, "optimizer": {**OPTIMIZER, "optimizer": rule}})
+    return Config.model_validate({**sections, "train": TRAIN | train, "optimizer": {**OPTIMIZER, **RULES[rule]}})
+
+
+def rule_in(config: Config) -> str:
+    """Return the name of a configuration's update rule."""
+    found = {name: configure({}, {}, "one", name).optimizer for name in RULES}
+    return next(name for name, optimizer in found.items() if optimizer == config.optimizer)
 
 
 def small_batches(name: str, parallel: Mapping[str, Any], num_ranks: int, batches: Sequence[int], least: int) -> Config:
@@ -452,7 +468,7 @@ def wrong(cases: Sequence[tuple[str, Config]], traces: Sequence[StepTrace], num_
     for (name, config), got in zip(cases, traces, strict=True):
         documents = next(each for each, keys in DOCUMENTS.items() if keys == given_documents(config))
         size = config.model.num_layers, config.train.global_batch_size
-        expected = reference(name, *size, num_steps, documents, config.optimizer.optimizer)
+        expected = reference(name, *size, num_steps, documents, rule_in(config))
         lines += [f"{describe(config)}: {line}" for line in list(differences(expected, got, TOLERANCE))[:3]]
     return "\n".join(lines)
 
@@ -468,7 +484,7 @@ def describe(config: Config) -> str:
     given = config.parallel.model_dump(exclude_defaults=True, exclude={*tensor})
     mode = " ".join(str(getattr(config.parallel, key)) for key in tensor)
     packed = ", ".join(given_documents(config))
-    others = f"{config.optimizer.optimizer} micro-batch {config.train.micro_batch_size}"
+    others = f"{rule_in(config)} micro-batch {config.train.micro_batch_size}"
     return f"{mode} {given or ''} {packed} {others}"
 
 

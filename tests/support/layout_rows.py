@@ -5,7 +5,7 @@ ranks, packed documents, ZeRO stage, HSDP replicas, activation recomputation, ov
 batch, model, folding of experts, dispatcher.  Modes and schedules come from the registries, so that a new one is
 covered as soon as it is registered.  A folding is a class, of which a row has one at random.  Rows that cover every
 pair of what keeps state between steps train two steps, between which a non-finite gradient skips an update on all
-ranks, half of them with Muon and a quarter with Lion; the others train one.
+ranks, half of them with Muon and a quarter with Lion, half of them with groups of parameters; the others train one.
 """
 
 from __future__ import annotations
@@ -298,9 +298,8 @@ def folding_keys(row: Row, spec: RunSpec) -> dict[str, Any]:
 
 def rule_of(place: int) -> str:
     """Return the update rule of a row: of two steps, half of the rows have the one that exchanges matrices."""
-    return (
-        ("adam", "muon", "lion", "muon")[sorted(TWO_STEP_ROWS).index(place) % 4] if place in TWO_STEP_ROWS else "adam"
-    )
+    rules = "adam in groups", "muon", "lion", "muon in groups"
+    return rules[sorted(TWO_STEP_ROWS).index(place) % len(rules)] if place in TWO_STEP_ROWS else "adam"
 
 
 def build(row: Row, folder: Path, rule: str = "adam") -> Case:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from itertools import combinations
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from megatron3d.data.ramp_plan import Ramp
 from megatron3d.errors import UserError
 from megatron3d.linear.overlap_plan import async_plan
 from megatron3d.model.option_table import MAX_LAYERS
+from megatron3d.model.param_spec import param_specs
 from megatron3d.model.spec import Architecture
 from megatron3d.model.stage_plan import divide
 from megatron3d.parallel.matmul_plan import MatmulPlan
@@ -35,6 +37,30 @@ from megatron3d.runtime.arguments import shorten
 BATCH, LENGTH = "train.rampup_batch_size", "train.seq_length_warmup"
 MAX_STEPS = 10_000
 ENDS = {BATCH: "train.global_batch_size", LENGTH: "model.seq_length"}
+
+
+def group_problems(facts: Facts, mode: Mode) -> Iterator[str]:
+    """Yield a message per pattern of parameter groups that fits no parameter, or only a part of what one stores."""
+    optimizer, where = facts.config.optimizer, facts.named("optimizer.param_groups")
+    specs = param_specs(facts.spec.arch, mode).values() if optimizer.param_groups else ()
+    tensors = [[part.name for part in spec.parts] for spec in specs]
+    for number, group in enumerate(optimizer.param_groups, 1):
+        if group.optimizer is not None and not optimizer.needs_matrices:
+            rule = plain(facts.config, "optimizer.optimizer")
+            yield f"{where}: entry {number} asks for {group.optimizer}, but {rule} updates all; leave optimizer out"
+        for pattern in group.patterns:
+            if not any(fnmatchcase(name, pattern) for names in tensors for name in names):
+                some = one_of(names[0] for names in tensors[:3])
+                yield f"{where}: {show(pattern)} fits no parameter; use names such as {some}"
+        for names in tensors:
+            left = [name for name in names if not group.names([name])]
+            if left and len(left) < len(names):
+                named = next(name for name in names if name not in left)
+                yield (
+                    f"{where}: entry {number} names {named}, but not {left[0]}, which is stored in the same "
+                    "parameter; name all of its parts or none"
+                )
+                break
 
 
 def ramp_problems(facts: Facts) -> Iterator[str]:

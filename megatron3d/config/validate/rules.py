@@ -102,6 +102,7 @@ def layout_problems(facts: Facts) -> Iterator[str]:
         yield from layout.feature_problems(facts, mode)
         yield from network.mtp_layout_problems(facts, mode)
         yield from layout.exchange_problems(facts)
+        yield from layout.group_problems(facts, mode)
     yield from layout.context_problems(facts)
     yield from network.expert_rank_problems(facts)
     if layout.has_chunks(facts):  # else that says which length is right

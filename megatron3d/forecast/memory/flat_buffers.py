@@ -8,18 +8,17 @@ from typing import NamedTuple
 
 from megatron3d.forecast.memory.step_spec import StepSpec
 from megatron3d.model.param_spec import stage_specs
-from megatron3d.optim.rule_spec import UpdateRule
+from megatron3d.optim.rule_spec import GroupSpec, groups_of
 from megatron3d.parallel.layout import ParamSpec, shard_numel
 from megatron3d.parallel.mesh import PIPELINE, Axes, Mesh
 
 
 class Param(NamedTuple):
-    """A parameter of a rank: its elements there, and the rule that updates it."""
+    """A parameter of a rank, and its elements there."""
 
     path: str
     size: int
     spec: ParamSpec
-    rule: UpdateRule
 
 
 class FlatBufferSize(NamedTuple):
@@ -32,8 +31,8 @@ class FlatBufferSize(NamedTuple):
         block: its FSDP unit.
         zero_axes: axes that ZeRO shards it over, of `num_shards` ranks.
         uses: gradients of a microbatch to each parameter.
-        updated: elements by update rule, in the order in which it holds them.
-        matrices: parameters whose rule needs whole matrices.
+        updated: elements by group, in the order in which it holds them.
+        matrices: parameters of each group whose rule needs whole matrices.
     """
 
     size: int
@@ -43,21 +42,21 @@ class FlatBufferSize(NamedTuple):
     zero_axes: Axes
     num_shards: int
     uses: Mapping[str, int]
-    updated: Mapping[str, int]
-    matrices: Mapping[str, ParamSpec]
+    updated: Mapping[GroupSpec, int]
+    matrices: Mapping[GroupSpec, Mapping[str, ParamSpec]]
 
     @property
     def shard(self) -> int:
         """Elements of a rank's shard, padding included."""
         return shard_numel(self.size, self.num_shards)
 
-    def held(self, mesh: Mesh) -> dict[str, int]:
-        """Return the elements of a rank's shard by update rule; padding belongs to the last one."""
+    def held(self, mesh: Mesh) -> dict[GroupSpec, int]:
+        """Return the elements of a rank's shard by group; padding belongs to the last one."""
         low = mesh.index(self.zero_axes) * self.shard
-        found, start = dict[str, int](), 0
-        for number, (rule, size) in enumerate(self.updated.items(), 1):
+        found, start = dict[GroupSpec, int](), 0
+        for number, (group, size) in enumerate(self.updated.items(), 1):
             stop = start + size if number < len(self.updated) else self.shard * self.num_shards
-            found[rule] = max(min(stop, low + self.shard) - max(start, low), 0)
+            found[group] = max(min(stop, low + self.shard) - max(start, low), 0)
             start = stop
         return found
 
@@ -77,7 +76,7 @@ def flat_buffer_sizes(step: StepSpec) -> list[FlatBufferSize]:
             alike[kind] = spec.reduce_axes(mesh), spec.num_copies(mesh, others), shared, size
         reduced, copies, shared, size = alike[kind]
         key = reduced, copies, spec.holders, stage, unit_of(path) if is_by_block else "", shared
-        groups.setdefault(key, []).append(Param(path, size, spec, step.rule.of(path, spec)))
+        groups.setdefault(key, []).append(Param(path, size, spec))
     return [
         FlatBufferSize(
             sum(each.size for each in run),
@@ -87,16 +86,25 @@ def flat_buffer_sizes(step: StepSpec) -> list[FlatBufferSize]:
             key[5],
             mesh.size(key[5]),
             {each.path: each.spec.uses for each in run},
-            {
-                rule.name: sum(each.size for each in run if each.rule is rule)
-                for rule in step.rule.all
-                if any(each.rule is rule for each in run)
-            },
-            {each.path: each.spec for each in run if each.rule.needs_matrices},
+            *_by_group(step, run),
         )
         for key, params in groups.items()
         for run in _merge_small(params, least)
     ]
+
+
+def _by_group(
+    step: StepSpec, run: Sequence[Param]
+) -> tuple[dict[GroupSpec, int], dict[GroupSpec, Mapping[str, ParamSpec]]]:
+    """Return the elements of each group, and the parameters of those whose rule needs whole matrices."""
+    sizes = {each.path: each.size for each in run}
+    updated, matrices = dict[GroupSpec, int](), dict[GroupSpec, dict[str, ParamSpec]]()
+    specs = {each.path: each.spec for each in run}
+    for path, group in groups_of(step.optimizer, specs).items():
+        updated[group] = updated.get(group, 0) + sizes[path]
+        if group.rule.needs_matrices:
+            matrices.setdefault(group, {})[path] = specs[path]
+    return updated, dict(matrices)
 
 
 def _merge_small(params: Sequence[Param], least: float) -> list[list[Param]]:

@@ -13,8 +13,9 @@ from typing import NamedTuple
 from megatron3d.config.schema import ITEMSIZES
 from megatron3d.forecast.memory.flat_buffers import FlatBufferSize
 from megatron3d.forecast.memory.step_spec import StepSpec
+from megatron3d.optim.rule_spec import GroupSpec
 from megatron3d.parallel.home_plan import HomeMatrix, home_axes, matrix_numel, plan_homes
-from megatron3d.parallel.layout import Shape
+from megatron3d.parallel.layout import ParamSpec, Shape
 from megatron3d.parallel.mesh import Mesh
 
 
@@ -30,12 +31,16 @@ class _RoundBytes(NamedTuple):
 
 def home_bytes(step: StepSpec, flats: Sequence[FlatBufferSize]) -> int:
     """Return the most bytes at a time; 0 without matrices."""
-    with_matrices = [flat for flat in flats if flat.matrices]
-    if not with_matrices:
-        return 0
-    planned = plan_homes([flat.matrices for flat in with_matrices], step.local.mesh)
+    groups = dict.fromkeys(group for flat in flats for group in flat.matrices)
+    return max(
+        (_group_bytes(step, group, [flat for flat in flats if group in flat.matrices]) for group in groups), default=0
+    )
+
+
+def _group_bytes(step: StepSpec, group: GroupSpec, flats: Sequence[FlatBufferSize]) -> int:
+    planned = plan_homes([flat.matrices[group] for flat in flats], step.local.mesh)
     none = _RoundBytes(0, 0, 0, 0, 0)
-    found = (_round_bytes(step, [with_matrices[number] for number in each.flats], each.matrices) for each in planned)
+    found = (_round_bytes(step, group, [flats[number] for number in each.flats], each.matrices) for each in planned)
     rounds = [none, *found, none]
     return max(_peak(*each) for each in zip(rounds, rounds[1:], rounds[2:], strict=False))
 
@@ -46,14 +51,15 @@ def _peak(before: _RoundBytes, each: _RoundBytes, after: _RoundBytes) -> int:
     return others + each.held + max(each.there + each.home, each.home + each.work, each.home + each.back)
 
 
-def _round_bytes(step: StepSpec, flats: Sequence[FlatBufferSize], matrices: Sequence[HomeMatrix]) -> _RoundBytes:
+def _round_bytes(
+    step: StepSpec, group: GroupSpec, flats: Sequence[FlatBufferSize], matrices: Sequence[HomeMatrix]
+) -> _RoundBytes:
     mesh, wide = step.local.mesh, step.local.wide
     itemsize = wide if wide > 4 else ITEMSIZES[step.optimizer.muon_dtype]
     axes = home_axes(mesh)
     me, is_alone = mesh.index(axes), mesh.size(axes) == 1
-    rules = {rule.name for rule in step.rule.all if rule.needs_matrices}
-    held = sum(numel for flat in flats for rule, numel in flat.held(mesh).items() if rule in rules)
-    copies = {path: _num_copies(flat, path, mesh) for flat in flats for path in flat.matrices}
+    held = sum(flat.held(mesh)[group] for flat in flats)
+    copies = {path: _num_copies(flat, spec, mesh) for flat in flats for path, spec in flat.matrices[group].items()}
     mine = [each for each in matrices if each.home == me]
     home = sum(matrix_numel(each.part) for each in mine)
     once = sum(matrix_numel(each.part) / copies[each.path] for each in matrices)
@@ -71,6 +77,6 @@ def _work_numel(shape: Shape) -> int:
     return 2 * small * (large + small)
 
 
-def _num_copies(flat: FlatBufferSize, path: str, mesh: Mesh) -> int:
+def _num_copies(flat: FlatBufferSize, spec: ParamSpec, mesh: Mesh) -> int:
     """Return how many of the home ranks hold the same elements of a parameter."""
-    return mesh.size(mesh.without(home_axes(mesh), (*flat.zero_axes, *flat.matrices[path].axes)))
+    return mesh.size(mesh.without(home_axes(mesh), (*flat.zero_axes, *spec.axes)))

@@ -46,6 +46,7 @@ from megatron3d.linear.overlap_plan import async_plan
 from megatron3d.model.local_sizes import KERNELS, KernelMemory, LocalSizes
 from megatron3d.model.operations import rotary_tables
 from megatron3d.model.stage_plan import Stage
+from megatron3d.optim.rule_spec import group_of
 from megatron3d.parallel.mesh import PIPELINE, Axes
 from megatron3d.parallel.parallel_state import ParallelState
 from megatron3d.pipeline.actions import Action, ActionKind
@@ -198,9 +199,8 @@ class MemoryOfRank:
 
     @cached_property
     def _optimizer(self) -> int:
-        bytes_of = {rule.name: self._step.state_bytes(rule) for rule in self._step.rule.all}
         shards = (flat.held(self._step.local.mesh) for flat in self._flats)
-        return sum(numel * bytes_of[name] for held in shards for name, numel in held.items())
+        return sum(numel * self._step.state_bytes(group.rule) for held in shards for group, numel in held.items())
 
     def _with(self, activations: int, shards: int, peaks: Mapping[str, int]) -> RankMemory:
         """Return the memory with these bytes of activations, residual shards in transfer and peaks."""
@@ -245,7 +245,7 @@ def snapshot_bytes(step: StepSpec) -> int:
     written = sum(
         math.prod(spec.local_shape(mesh))
         / (spec.num_copies(mesh, others) * len(spec.holders))
-        * (step.local.wide + step.state_bytes(step.rule.of(path, spec)))
+        * (step.local.wide + step.state_bytes(group_of(step.optimizer, path, spec).rule))
         for path, _, spec in held_params(step)
     )
     return round(written)

@@ -16,7 +16,7 @@ from megatron3d.forecast.time.layer import Machine
 from megatron3d.model.local_sizes import LocalSizes
 from megatron3d.model.param_spec import param_specs
 from megatron3d.model.spec import Architecture, pattern_length
-from megatron3d.optim.rule_spec import UpdateRule, rule_of
+from megatron3d.optim.rule_spec import UpdateRule, group_of, rule_of
 from megatron3d.parallel.home_plan import home_axes, matrix_numel
 from megatron3d.parallel.matmul_plan import ring
 from megatron3d.parallel.mesh import Mesh
@@ -37,7 +37,8 @@ def layer_matrices(arch: Architecture, mode: Mode, mesh: Mesh, optimizer: Optimi
     """Return what an optimizer computes on whole matrices of a layer, the mean of a pattern of layers."""
     rule, num_layers = rule_of(optimizer), pattern_length(arch)
     specs = param_specs(replace(arch, num_layers=num_layers), mode)
-    taken = [spec for path, spec in specs.items() if path.startswith("layers.") and rule.of(path, spec).needs_matrices]
+    inner = {path: spec for path, spec in specs.items() if path.startswith("layers.")}
+    taken = [spec for path, spec in inner.items() if group_of(optimizer, path, spec).rule.needs_matrices]
     parts = [part for spec in taken for part in spec.parts]
     flops = [rule.matrix_flops(part.shape, optimizer) for part in parts]
     local = sum(math.prod(spec.local_shape(mesh)) for spec in taken)

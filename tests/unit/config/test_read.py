@@ -57,6 +57,35 @@ def test_numbers_and_lists_are_parsed(file: Path) -> None:
     assert (config.logging.wandb_name, config.logging.wandb_project) == ("on", "1e-3")
 
 
+def test_groups_of_parameters_are_written_and_read_back(file: Path, tmp_path: Path) -> None:
+    file.write_text(
+        "optimizer:\n  param_groups:\n    - {params: '*.bias', lr_mult: 2}\n    - {params: [a, b], wd_mult: 0}\n"
+    )
+    resolved = read_config(file)
+    first, second = resolved.config.optimizer.param_groups
+    assert (first.patterns, first.lr_mult, first.wd_mult) == (("*.bias",), 2.0, None)
+    assert (second.patterns, second.lr_mult, second.wd_mult) == (("a", "b"), 1.0, 0.0)
+    again = tmp_path / "again.yaml"
+    again.write_text(render(resolved))
+    assert read_config(again).config == resolved.config
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("[{params: a, lr_mlt: 1}]", "lr_mlt of entry 1: Extra inputs are not permitted; use a list of mappings such"),
+        ("[{params: a}, {lr_mult: 0}]", "lr_mult of entry 2: Input should be greater than 0; use a list of mappings"),
+        ("[{params: a, optimizer: muon}]", "optimizer of entry 1: Input should be 'adam'; use a list of mappings such"),
+        ("[{wd_mult: 1}]", "params of entry 1: Field required; use a list of mappings such as [{params: embedding.*,"),
+        ("{params: a}", "a mapping is not allowed; use a list of mappings such as"),
+        ("3", "a whole number is not allowed; use a list of mappings such as"),
+    ],
+)
+def test_a_wrong_group_is_named(file: Path, text: str, problem: str) -> None:
+    (told,) = problems_of(file, "logging:\n", f"optimizer.param_groups={text}")
+    assert problem in told
+
+
 def test_all_problems_are_reported_with_key_value_origin_and_rule(file: Path) -> None:
     text = """model:
   num_layer: 4

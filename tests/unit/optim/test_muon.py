@@ -200,13 +200,21 @@ MEMORY_LAYOUTS: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+GROUPS: list[dict[str, Any]] = [
+    {"params": "*.fc2.*", "optimizer": "adam"},
+    {"params": ["*.up.*", "*.proj.*"], "lr_mult": 0.5},
+]
+
+
+@pytest.mark.parametrize(("precision", "groups"), [("fp32", []), ("bf16", []), ("fp32", GROUPS)])
 @pytest.mark.parametrize(("num_ranks", "parallel"), MEMORY_LAYOUTS, ids=str)
-def test_the_memory_of_an_update_is_predicted(num_ranks: int, parallel: dict[str, Any], precision: str) -> None:
+def test_the_memory_of_an_update_is_predicted(
+    num_ranks: int, parallel: dict[str, Any], precision: str, groups: list[dict[str, Any]]
+) -> None:
     """Few tokens, so that the update has the peak: directions, matrices on their way, and their products at home."""
     model = {**MODEL, "num_layers": 4, "hidden_size": 256}
     train = {"micro_batch_size": 2, "global_batch_size": 16, "precision": precision}
-    optimizer = {"optimizer": "muon", "muon_dtype": precision}
+    optimizer = {"optimizer": "muon", "muon_dtype": precision, "param_groups": groups}
     sections = {"model": model, "parallel": parallel, "train": train, "optimizer": optimizer}
     for rank in (0, num_ranks - 1):
         spec = RunSpec(Config.model_validate(sections), num_ranks, VOCAB_SIZE, rank)
@@ -311,6 +319,19 @@ def test_another_rule_begins_with_new_state_only_where_asked(tmp_path: Path) -> 
     state = build(0, 1, config)
     (line,) = new_state(folder, read_index(folder), state)
     assert line == f"optimizer.momentum: 0 at first for all its tensors, which {folder} has not"
+
+
+def test_other_rules_of_groups_need_consent_and_other_factors_do_not(tmp_path: Path) -> None:
+    run_turns(train_and_save, 1, configure("one rank"), None, tmp_path, 1)
+    folder = tmp_path / "iter_0000001"
+    factors, adam = ({"params": "*.fc2.*", **keys} for keys in ({"lr_mult": 0.5}, {"optimizer": "adam"}))
+    load_state(folder, build(0, 1, configure("one rank", param_groups=[factors])), {})
+    state = build(0, 1, configure("one rank", param_groups=[adam]))
+    with pytest.raises(UserError, match=r"saved with optimizer\.param_groups=\[\], but this run has \[{params"):
+        load_state(folder, state, {})
+    load_state(folder, state, {}, LoadOptions(accept=frozenset(["optimizer"])))
+    new = list(new_state(folder, read_index(folder), state))
+    assert len(new) == 2 and all("0 at first for 2 of" in line for line in new)
 
 
 @pytest.mark.parametrize("rule", ["adam", "lion", "muon"])

@@ -6,6 +6,7 @@ A non-finite gradient changes nothing, and the learning rate passes through its 
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from megatron3d.config.schema import Config, OptimizerConfig, TrainConfig
 from megatron3d.errors import UserError
 from megatron3d.optim.optimizer import Optimizer, learning_rate
 from megatron3d.optim.precision import LossScale
+from megatron3d.optim.rule_spec import in_groups
 from megatron3d.parallel.layout import ParamSpec, Part
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.zero import Buffers
@@ -40,7 +42,8 @@ def build(
         for name, shape in SHAPES.items()
     }
     comm = ProcessComm(Mesh((("data", 1),)), [])
-    buffers = Buffers(model, {0: specs}, comm, dtype, torch.device("cpu"), 1e6)
+    ordered = partial(in_groups, config)
+    buffers = Buffers(model, {0: specs}, comm, dtype, torch.device("cpu"), 1e6, in_groups=ordered)
     for seed, (_, _, view) in enumerate(buffers.shards("main")):
         view.copy_(random(view, seed))
     buffers.publish()
@@ -85,6 +88,34 @@ def test_the_update_equals_torchs_adamw_per_parameter(clip_grad: float) -> None:
         for name, _, view in buffers.shards("main"):
             torch.testing.assert_close(view, copies[name].detach(), rtol=1e-12, atol=1e-14)
     assert optimizer.num_steps == 4
+
+
+def test_groups_have_their_own_learning_rate_and_weight_decay() -> None:
+    """The first group that names a parameter is its own, and may give weight decay to a vector."""
+    names = list(SHAPES)
+    vector = next(name for name in names if name not in DECAYED)
+    groups = [
+        {"params": names[0], "lr_mult": 0.5, "wd_mult": 3.0},
+        {"params": [vector, names[0]], "wd_mult": 1.0},
+    ]
+    config = OptimizerConfig.model_validate({"weight_decay": 0.3, "clip_grad": 0.0, "param_groups": groups})
+    _, buffers, optimizer = build(config)
+    copies = {name: nn.Parameter(view.clone()) for name, _, view in buffers.shards("main")}
+    decays = {name: 0.3 if name in DECAYED else 0.0 for name in names} | {names[0]: 0.9, vector: 0.3}
+    theirs = torch.optim.AdamW(
+        [{"params": [p], "lr": 0.05 if n == names[0] else 0.1, "weight_decay": decays[n]} for n, p in copies.items()],
+        betas=(config.adam_beta1, config.adam_beta2),
+        foreach=False,
+        fused=False,
+    )
+    for step in range(3):
+        norm = give_gradients(buffers, step)
+        for name, _, view in buffers.shards("grad"):
+            copies[name].grad = view.clone()
+        theirs.step()
+        optimizer.step(norm, 0.1)
+    for name, _, view in buffers.shards("main"):
+        torch.testing.assert_close(view, copies[name].detach(), rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("norm,clip_grad,factor", [(8.0, 2.0, 0.25), (2.0, 8.0, 1.0), (8.0, 0.0, 1.0)])

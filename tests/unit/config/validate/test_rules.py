@@ -55,6 +55,26 @@ BROKEN = [
         "lr_warmup_iters 4; use 1 or 6",
     ),
     (
+        {"optimizer": {"param_groups": [{"params": ["embedding.*", "*.norm.weight"]}]}},
+        1,
+        'optimizer.param_groups=[{params: ["embedding.*","*.norm.weight"], lr_mult: 1.0, wd_mult: null, optimizer: null}]: '
+        '"*.norm.weight" fits no parameter; use names such as embedding.weight, embedding.position or '
+        "layers.0.input_norm.weight",
+    ),
+    (
+        {"optimizer": {"param_groups": [{"params": "*.q.weight", "lr_mult": 2.0}]}},
+        1,
+        'optimizer.param_groups=[{params: "*.q.weight", lr_mult: 2.0, wd_mult: null, optimizer: null}]: entry 1 names '
+        "layers.0.attention.q.weight, but not layers.0.attention.k.weight, which is stored in the same parameter; name "
+        "all of its parts or none",
+    ),
+    (
+        {"optimizer": {"optimizer": "lion", "param_groups": [{"params": "embedding.*", "optimizer": "adam"}]}},
+        1,
+        'optimizer.param_groups=[{params: "embedding.*", lr_mult: 1.0, wd_mult: null, optimizer: adam}]: entry 1 asks '
+        "for adam, but optimizer.optimizer=lion updates all; leave optimizer out",
+    ),
+    (
         {"train": {"train_samples": 800}},
         1,
         "train.train_samples=800: not used with train.train_iters=10, since a run has one length; use null for one of "
