@@ -38,6 +38,7 @@ EXCHANGE_PEAKS = ("tests/unit/forecast/memory/test_exchange_peaks.py",)
 CONTEXT = ("tests/integration/test_context.py",)
 CONTEXT_PAIRS = ("tests/unit/attention/test_attention_pairs_plan.py",)
 EXPERTS = ("tests/integration/test_expert_ranks.py",)
+OPTIMIZER = ("tests/unit/optim/test_optimizer.py",)
 MUON = ("tests/unit/optim/test_muon.py",)
 EXPERT_EXCHANGE = ("tests/unit/experts/test_expert_exchange.py",)
 ROUTER_PROOFS = ("tests/integration/test_router_proofs.py", "-k", "sequences")
@@ -100,6 +101,34 @@ MUTATIONS = [
         "return self._copy_index(rank, copies) == self._copy_index(matrix.home, copies)",
         "return True",
         MUON,
+    ),
+    Mutation(
+        "a slab is divided by its own norm",
+        "optim/muon.py",
+        "norm = total(slabs.square().sum((-2, -1), keepdim=True)).sqrt()",
+        "norm = slabs.square().sum((-2, -1), keepdim=True).sqrt()",
+        MUON,
+    ),
+    Mutation(
+        "the products of slabs are not summed",
+        "optim/muon.py",
+        "gram = total(x @ x.mT)",
+        "gram = x @ x.mT",
+        MUON,
+    ),
+    Mutation(
+        "groups of parameters have the learning rate of the run",
+        "optim/optimizer.py",
+        "self.config, lr * group.lr_mult, self.num_steps",
+        "self.config, lr, self.num_steps",
+        OPTIMIZER,
+    ),
+    Mutation(
+        "the last group that names a parameter counts",
+        "optim/rule_spec.py",
+        "for each in config.param_groups:",
+        "for each in config.param_groups[::-1]:",
+        OPTIMIZER,
     ),
     Mutation(
         "the shortest matrices choose their homes first",

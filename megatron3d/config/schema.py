@@ -712,6 +712,11 @@ class OptimizerConfig(Section, frozen=True):
     muon_extra_scale_factor: float = key(
         0.2, "further factor of an update; 0.2 with spectral gives it the size of AdamW's, for the same lr", gt=0
     )
+    muon_max_home_elements: int = key(
+        2**28,
+        "larger matrices are divided among all ranks of a pipeline stage, which sum Gram matrices in each iteration",
+        ge=1,
+    )
     muon_dtype: Literal["fp32", "bf16"] = key(
         "fp32", "dtype in which matrices are sent and orthogonalized; fp64 runs use fp64"
     )

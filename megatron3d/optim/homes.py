@@ -12,6 +12,7 @@ computed.  (As LayerShardedMuon of Megatron-LM, with tensor parallelism and ZeRO
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from torch import Tensor
 from megatron3d.comm.interface import Pending
 from megatron3d.model.params import part_views
 from megatron3d.parallel.home_plan import HomeMatrix, HomeRound, home_axes, plan_homes
-from megatron3d.parallel.layout import Box, Shape
+from megatron3d.parallel.layout import Box, Shape, box_shape
 from megatron3d.parallel.mesh import Axes
 from megatron3d.zero import Buffers, FlatBuffer
 
@@ -32,6 +33,15 @@ from megatron3d.zero import Buffers, FlatBuffer
 Shard = tuple[FlatBuffer, Sequence[str], slice]
 # Returns, for shards of a round by their index, what is sent home: tensors of their own.
 Sources = Callable[["Round"], Mapping[int, Tensor]]
+# Returns the sum of a tensor over all homes.
+Total = Callable[[Tensor], Tensor]
+
+
+class _Kind(NamedTuple):
+    """Matrices that are computed at once: their shape here, and that of the whole ones, of which these may be slabs."""
+
+    shape: Shape
+    whole: Shape
 
 
 class _Place(NamedTuple):
@@ -57,22 +67,24 @@ class Round:
 
     Attributes:
         shards: indices of this rank's shards that hold elements of them, or none.
+        boxes: the matrices of each part of a parameter, its slabs or itself, with their boxes.
         params: their parameters, each with the index of its shard, in the order of `mine`.
         mine: places that this rank holds.
         sent: indices of `mine` in the order in which they are sent, and `returned` in which they come back.
         sent_to: elements for each rank, and `returned_from` those that come back from it.
-        here: shape of each matrix whose home this rank is, by its index, and its number among those of this shape.
+        here: kind of each matrix whose home this rank is, by its index, and its number among those of this kind.
         received: places that each rank sends here, and `given` those that go back to it.
     """
 
     shards: tuple[int, ...]
+    boxes: Mapping[tuple[str, str], Sequence[_Place]]
     params: tuple[tuple[int, str], ...]
     mine: tuple[_Place, ...]
     sent: tuple[int, ...]
     returned: tuple[int, ...]
     sent_to: tuple[int, ...]
     returned_from: tuple[int, ...]
-    here: Mapping[int, tuple[Shape, int]]
+    here: Mapping[int, tuple[_Kind, int]]
     received: tuple[tuple[_Place, ...], ...]
     given: tuple[tuple[_Place, ...], ...]
 
@@ -82,9 +94,10 @@ class MatrixExchange:
 
     Args:
         shards: flat buffers with such parameters, also those of which this rank's shard has no elements of them.
+        most: matrices of more elements are divided among all ranks.
     """
 
-    def __init__(self, buffers: Buffers, shards: Sequence[Shard]) -> None:
+    def __init__(self, buffers: Buffers, shards: Sequence[Shard], most: float = math.inf) -> None:
         self._comm, self._specs, self._shards = buffers.comm, buffers.specs, shards
         mesh = buffers.comm.mesh
         self.axes: Axes = home_axes(mesh)
@@ -95,16 +108,21 @@ class MatrixExchange:
         self._flat_of = {path: flat for flat, paths, _ in shards for path in paths}
         self._copy_index = cache(self._find_copy_index)
         params = [{path: self._specs[path] for path in paths} for _, paths, _ in shards]
-        self.rounds = [self._round(each) for each in plan_homes(params, mesh)]
+        self.rounds = [self._round(each) for each in plan_homes(params, mesh, most)]
 
     def map(
-        self, sources: Sources, compute: Callable[[Tensor], Tensor], dtype: torch.dtype
+        self,
+        sources: Sources,
+        compute: Callable[[Tensor], Tensor],
+        dtype: torch.dtype,
+        compute_slabs: Callable[[Tensor, Shape, Total], Tensor] | None = None,
     ) -> Iterator[tuple[int, Tensor]]:
         """Apply `compute` to whole matrices; yield the index of each shard with its part of the results.
 
         Args:
             sources: what is sent; its tensors are overwritten with the results.
             compute: takes matrices of one shape whose home this rank is [count, rows, columns], and returns as many.
+            compute_slabs: the same for slabs of matrices that are divided, given the shape of the whole ones.
             dtype: dtype in which matrices travel and are computed; where the sources are in fp64, that is it.
         """
         narrow = self._dtype if self._dtype.itemsize > 4 else dtype
@@ -114,8 +132,11 @@ class MatrixExchange:
             there += [self._start(after, sources, narrow) for after in self.rounds[number + 1 : number + 2]]
             held, arriving = there.pop(0)
             batches = self._assembled(each, arriving.wait())
-            for shape in batches:
-                batches[shape] = compute(batches[shape])
+            for kind in batches:
+                if kind.shape == kind.whole:
+                    batches[kind] = compute(batches[kind])
+                elif compute_slabs is not None:
+                    batches[kind] = compute_slabs(batches[kind], kind.whole, self._total)
             returning = each, held, self._return(each, batches, narrow)
             del held, arriving, batches
             if back is not None:
@@ -131,16 +152,19 @@ class MatrixExchange:
         counts = [sum(place.numel for place in places) for places in round_.received]
         return held, self._comm.all_to_all_rows(sent, round_.sent_to, counts, self.axes)
 
-    def _assembled(self, round_: Round, received: Tensor) -> dict[Shape, Tensor]:
-        """Return the matrices whose home this rank is, by their shape, from the boxes that all ranks sent."""
-        counts = Counter(shape for shape, _ in round_.here.values())
-        batches = {shape: received.new_empty((count, *shape)) for shape, count in counts.items()}
+    def _total(self, x: Tensor) -> Tensor:
+        return self._comm.all_reduce(x, self.axes).wait()
+
+    def _assembled(self, round_: Round, received: Tensor) -> dict[_Kind, Tensor]:
+        """Return the matrices whose home this rank is, by their kind, from the boxes that all ranks sent."""
+        counts = Counter(kind for kind, _ in round_.here.values())
+        batches = {kind: received.new_empty((count, *kind.shape)) for kind, count in counts.items()}
         places = [place for each in round_.received for place in each]
         for place, values in zip(places, received.split([place.numel for place in places]), strict=True):
             _at(round_, batches, place).copy_(values.view(place.sides))
         return batches
 
-    def _return(self, round_: Round, batches: Mapping[Shape, Tensor], dtype: torch.dtype) -> Pending:
+    def _return(self, round_: Round, batches: Mapping[_Kind, Tensor], dtype: torch.dtype) -> Pending:
         sent = self._joined([_at(round_, batches, place) for each in round_.given for place in each], dtype)
         counts = [sum(place.numel for place in places) for places in round_.given]
         return self._comm.all_to_all_rows(sent, counts, round_.returned_from, self.axes)
@@ -167,14 +191,17 @@ class MatrixExchange:
             flat, _, where = self._shards[number]
             first, own = flat.shard_range(path)
             values = held[number][own.start - where.start : own.stop - where.start]
-            views += [view for _, _, view in part_views(self._specs[path], values, self._comm.mesh, first)]
+            for part, box, view in part_views(self._specs[path], values, self._comm.mesh, first):
+                views += [view[inside] for _, inside in _cut(round_.boxes[path, part.name], box)]
         return views
 
     def _round(self, planned: HomeRound) -> Round:
         matrices = planned.matrices
-        index_of = {(each.path, each.part.name): index for index, each in enumerate(matrices)}
+        boxes: dict[tuple[str, str], list[_Place]] = {}
+        for index, each in enumerate(matrices):
+            boxes.setdefault((each.path, each.part.name), []).append(_Place(index, each.box))
         params = [(number, path) for number in planned.flats for path in self._shards[number][1]]
-        places = self._places(index_of, [path for _, path in params], self._me)
+        places = self._places(boxes, [path for _, path in params], self._me)
         mine = [place for each in places for place in each]
         homes = [matrices[place.matrix].home for place in mine]
         returned = sorted(range(len(mine)), key=homes.__getitem__)
@@ -186,18 +213,20 @@ class MatrixExchange:
                 found[homes[index]] += mine[index].numel
             return tuple(found)
 
-        numbers, here = Counter[Shape](), dict[int, tuple[Shape, int]]()
-        for index, (_, part, home) in enumerate(matrices):
-            if home == self._me:
-                here[index] = part.shape, numbers[part.shape]
-                numbers[part.shape] += 1
+        numbers, here = Counter[_Kind](), dict[int, tuple[_Kind, int]]()
+        for index, each in enumerate(matrices):
+            if each.home == self._me:
+                kind = _Kind(box_shape(each.box), each.part.shape)
+                here[index] = kind, numbers[kind]
+                numbers[kind] += 1
         at_home = list(dict.fromkeys(matrices[index].path for index in here))
         given = [
-            tuple(place for each in self._places(index_of, at_home, rank) for place in each if place.matrix in here)
+            tuple(place for held in self._places(boxes, at_home, rank) for place in held if place.matrix in here)
             for rank in range(len(self._meshes))
         ]
         return Round(
             shards=planned.flats,
+            boxes=boxes,
             params=tuple(each for each, held in zip(params, places, strict=True) if held),
             mine=tuple(mine),
             sent=tuple(sent),
@@ -212,13 +241,15 @@ class MatrixExchange:
             given=tuple(given),
         )
 
-    def _places(self, index_of: Mapping[tuple[str, str], int], paths: Sequence[str], rank: int) -> list[list[_Place]]:
+    def _places(
+        self, boxes: Mapping[tuple[str, str], Sequence[_Place]], paths: Sequence[str], rank: int
+    ) -> list[list[_Place]]:
         """Return for each parameter the places that a rank holds."""
         found, mesh = [], self._meshes[rank]
         for path in paths:
             start, stop = self._flat_of[path].range_on(path, mesh)
-            boxes = part_views(self._specs[path], torch.empty(stop - start, device="meta"), mesh, start)
-            found.append([_Place(index_of[path, part.name], box) for part, box, _ in boxes])
+            held = part_views(self._specs[path], torch.empty(stop - start, device="meta"), mesh, start)
+            found.append([place for part, box, _ in held for place, _ in _cut(boxes[path, part.name], box)])
         return found
 
     def _sends(self, matrix: HomeMatrix, rank: int) -> bool:
@@ -231,8 +262,25 @@ class MatrixExchange:
         return self._meshes[rank].index(copies)
 
 
-def _at(round_: Round, batches: Mapping[Shape, Tensor], place: _Place) -> Tensor:
+def _cut(matrices: Sequence[_Place], held: Box) -> Iterator[tuple[_Place, tuple[slice, ...]]]:
+    """Yield for the matrices that a box overlaps: the place of the overlap, and where it is in the box."""
+    for matrix, box in matrices:
+        overlap = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(held, box, strict=True)]
+        if all(low < high for low, high in overlap):
+            inside = tuple(
+                slice(low - start, high - start) for (low, high), (start, _) in zip(overlap, held, strict=True)
+            )
+            yield (
+                _Place(
+                    matrix,
+                    tuple((low - start, high - start) for (low, high), (start, _) in zip(overlap, box, strict=True)),
+                ),
+                inside,
+            )
+
+
+def _at(round_: Round, batches: Mapping[_Kind, Tensor], place: _Place) -> Tensor:
     """Return the box of a matrix whose home this rank is."""
-    shape, number = round_.here[place.matrix]
+    kind, number = round_.here[place.matrix]
     (top, bottom), (left, right) = place.box
-    return batches[shape][number, top:bottom, left:right]
+    return batches[kind][number, top:bottom, left:right]

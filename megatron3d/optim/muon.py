@@ -17,8 +17,9 @@ from torch import Tensor
 
 from megatron3d.config.schema import OptimizerConfig
 from megatron3d.optim.adamw import ParamGroup, Update
-from megatron3d.optim.homes import MatrixExchange, Round
+from megatron3d.optim.homes import MatrixExchange, Round, Total
 from megatron3d.optim.precision import PRECISIONS
+from megatron3d.parallel.layout import Shape
 
 # Coefficients of the quintic iteration, which lifts small singular values fast, to between 0.7 and 1.2.
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
@@ -34,11 +35,26 @@ SCALES: Mapping[str, Callable[[int, int], float]] = {
 def newton_schulz(matrices: Tensor, num_steps: int) -> Tensor:
     """Return nearly orthogonal matrices with the singular vectors of `matrices` [count, rows, columns]."""
     is_tall = matrices.shape[-2] > matrices.shape[-1]
+    norm = torch.linalg.matrix_norm(matrices, keepdim=True)
+    return _iterate(matrices, norm, is_tall, num_steps, lambda gram: gram)
+
+
+def newton_schulz_slabs(slabs: Tensor, whole: Shape, num_steps: int, total: Total) -> Tensor:
+    """Return the slabs [count, rows, columns] of nearly orthogonal matrices of shape `whole`.
+
+    Args:
+        total: returns the sum of a tensor over the homes of the other slabs.
+    """
+    norm = total(slabs.square().sum((-2, -1), keepdim=True)).sqrt()
+    return _iterate(slabs, norm, whole[0] > whole[1], num_steps, total)
+
+
+def _iterate(matrices: Tensor, norm: Tensor, is_tall: bool, num_steps: int, total: Total) -> Tensor:
     x = matrices.mT if is_tall else matrices
-    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=_LEAST_NORM)
+    x = x / norm.clamp(min=_LEAST_NORM)
     a, b, c = COEFFICIENTS
     for _ in range(num_steps):
-        gram = x @ x.mT
+        gram = total(x @ x.mT)
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if is_tall else x
 
@@ -70,8 +86,11 @@ def update_with_muon(exchange: MatrixExchange) -> Update:
         def compute(matrices: Tensor) -> Tensor:
             return newton_schulz(matrices, config.muon_num_ns_steps).mul_(scale_of(matrices.shape[1:], config))
 
+        def compute_slabs(slabs: Tensor, whole: Shape, total: Total) -> Tensor:
+            return newton_schulz_slabs(slabs, whole, config.muon_num_ns_steps, total).mul_(scale_of(whole, config))
+
         dtype = PRECISIONS[config.muon_dtype]
-        for run, direction in exchange.map(sources, compute, dtype):
+        for run, direction in exchange.map(sources, compute, dtype, compute_slabs):
             direction.masked_fill_(is_skipped, 0.0)  # it may not be finite
             group.mains[run].mul_(decay).sub_(direction.mul_(rate))
 

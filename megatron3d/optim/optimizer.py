@@ -154,7 +154,7 @@ class Optimizer:
         name, runs = group.rule.name, self._groups[group]
         if group.rule.needs_matrices:
             shards = [(run.flat, run.paths, run.where) for run in runs]
-            return MATRIX_UPDATES[name](MatrixExchange(self.buffers, shards))
+            return MATRIX_UPDATES[name](MatrixExchange(self.buffers, shards, group.rule.max_home_elements(self.config)))
         mains = [run.flat.main[run.where] for run in runs]
         return UPDATES[name](self.config, mains, [state for run in runs for state in run.states])
 

@@ -6,6 +6,7 @@ a file with its update, which `optimizer.UPDATES` names, and a value of `optimiz
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -40,7 +41,9 @@ class UpdateRule:
         moved_bytes: bytes that a step reads and writes per parameter, in fp32.
         flops: FLOPs of a step per parameter.
         matrix_flops: FLOPs of a step for a whole logical matrix of a shape, where it needs whole matrices.
+        slab_flops: FLOPs of a step for one of `count` slabs of a matrix.
         takes: pattern over the path and the spec of a parameter that it updates; `others` updates the rest.
+        max_home_elements: most elements of a matrix that one home computes; larger ones are divided among all.
         scales_grads: kernels of the update clip and unscale gradients; otherwise a pass before them does.
         needs_matrices: the update computes on whole logical matrices, each on its home rank.
         piece_numbers: numbers of the weights' dtype that the update allocates for each element of a piece that it
@@ -52,6 +55,8 @@ class UpdateRule:
     moved_bytes: float
     flops: float
     matrix_flops: Callable[[Shape, OptimizerConfig], float] = lambda shape, config: 0.0
+    slab_flops: Callable[[Shape, OptimizerConfig, int], float] = lambda shape, config, count: 0.0
+    max_home_elements: Callable[[OptimizerConfig], float] = lambda config: math.inf
     takes: Callable[[str, ParamSpec], bool] = lambda path, spec: True
     others: UpdateRule | None = None
     scales_grads: bool = False
@@ -111,10 +116,13 @@ def is_hidden_matrix(path: str, spec: ParamSpec) -> bool:
     return len(spec.layout) == 2 and not is_end and not path.endswith((".router.weight", ".shared_gate.weight"))
 
 
-def newton_schulz_flops(shape: Shape, config: OptimizerConfig) -> float:
-    """Return the FLOPs of orthogonalizing a matrix: X X^T, its square, and their product with X, in each iteration."""
+def newton_schulz_flops(shape: Shape, config: OptimizerConfig, num_slabs: int = 1) -> float:
+    """Return the FLOPs of orthogonalizing a matrix: X X^T, its square, and their product with X, in each iteration.
+
+    Each home of a slab computes its part of the first and last, and all of the square.
+    """
     small, large = sorted(shape)
-    return config.muon_num_ns_steps * (4.0 * small * small * large + 2.0 * small**3)
+    return config.muon_num_ns_steps * (4.0 * small * small * large / num_slabs + 2.0 * small**3)
 
 
 _ADAM = UpdateRule(
@@ -140,6 +148,8 @@ _MUON = UpdateRule(
     moved_bytes=8 + 8 + 12,
     flops=8,
     matrix_flops=newton_schulz_flops,
+    slab_flops=newton_schulz_flops,
+    max_home_elements=lambda config: config.muon_max_home_elements,
     takes=is_hidden_matrix,
     others=_ADAM,
     needs_matrices=True,

@@ -2,15 +2,16 @@
 
 Homes are the ranks of a pipeline stage, on tensor, context and data axes alike, replicas included: the shards of an
 expert may lie on several of these.  Experts stay on the ranks that hold them, whole or in shards; any other matrix may
-go to any rank.
+go to any rank, and one that is too large for one home is divided among all, in slabs of its longer side.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from megatron3d.parallel.layout import ParamSpec, Part, span
+from megatron3d.parallel.layout import Box, ParamSpec, Part, span
 from megatron3d.parallel.mesh import PIPELINE, Axes, Mesh
 
 # Least number of matrices of a round, and of their elements, for each home: with fewer, some would be idle.
@@ -20,11 +21,27 @@ Params = Mapping[str, ParamSpec]
 
 
 class HomeMatrix(NamedTuple):
-    """A logical matrix, its parameter, and its home: the index of a rank on the home axes."""
+    """A logical matrix or a slab of it, its parameter, and its home: the index of a rank on the home axes.
+
+    Attributes:
+        box: what its home computes: all of the matrix, or a slab.
+    """
 
     path: str
     part: Part
     home: int
+    box: Box
+
+    @property
+    def numel(self) -> int:
+        """Elements of the box."""
+        (top, bottom), (left, right) = self.box
+        return (bottom - top) * (right - left)
+
+    @property
+    def is_slab(self) -> bool:
+        """Whether other homes have the rest of the matrix."""
+        return self.numel < matrix_numel(self.part)
 
 
 class HomeRound(NamedTuple):
@@ -39,12 +56,13 @@ def home_axes(mesh: Mesh) -> Axes:
     return mesh.nontrivial(mesh.without(mesh.names, (PIPELINE,)))
 
 
-def plan_homes(flats: Sequence[Params], mesh: Mesh) -> list[HomeRound]:
+def plan_homes(flats: Sequence[Params], mesh: Mesh, most: float = math.inf) -> list[HomeRound]:
     """Return the rounds in which the matrices of flat buffers are computed, in the order of backward.
 
-    Longest first, each matrix goes to the rank that has the least to do by then.
+    Longest first, each matrix goes to the rank that has the least to do by then.  Those of more than `most` elements
+    are divided among all ranks.
     """
-    ranks = _HomeRanks(mesh)
+    ranks = _HomeRanks(mesh, most)
     return [
         HomeRound(numbers, tuple(ranks.assign([flats[number] for number in numbers])))
         for numbers in _grouped(flats, ranks.size)
@@ -71,6 +89,15 @@ def matrix_numel(part: Part) -> int:
     return rows * columns
 
 
+def slab(part: Part, index: int, count: int) -> Box:
+    """Return one of `count` slabs of the longer side of a matrix, of columns where it is square; some may be empty."""
+    rows, columns = part.shape
+    size = max(rows, columns)
+    step = -(-size // count)
+    cut = min(index * step, size), min((index + 1) * step, size)
+    return (cut, (0, columns)) if rows > columns else ((0, rows), cut)
+
+
 def _work(part: Part) -> float:
     """Return the operations of orthogonalizing a matrix, up to a factor."""
     small, large = sorted(part.shape)
@@ -80,8 +107,8 @@ def _work(part: Part) -> float:
 class _HomeRanks:
     """The ranks that matrices are divided among, with what each has to do so far."""
 
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh, axes = mesh, home_axes(mesh)
+    def __init__(self, mesh: Mesh, most: float) -> None:
+        self._mesh, self._most, axes = mesh, most, home_axes(mesh)
         self.size, self._ranks = mesh.size(axes), mesh.ranks(axes)
         self._load = [0.0] * self.size
         self._spans: dict[tuple[int, Axes], list[tuple[int, int]]] = {}
@@ -94,12 +121,22 @@ class _HomeRanks:
             for path, spec in params.items()
             for index, part in enumerate(spec.parts)
         ]
-        homes = [0] * len(found)
+        homes = [range(0)] * len(found)
         for place in sorted(range(len(found)), key=lambda place: -_work(found[place][2])):
             _, holders, part = found[place]
-            homes[place] = min(holders, key=self._load.__getitem__)
-            self._load[homes[place]] += _work(part)
-        return [HomeMatrix(path, part, home) for (path, _, part), home in zip(found, homes, strict=True)]
+            first = min(holders, key=self._load.__getitem__)
+            homes[place] = range(self.size) if self.divides(part, len(holders)) else range(first, first + 1)
+            for home in homes[place]:
+                self._load[home] += _work(part) / len(homes[place])
+        return [
+            HomeMatrix(path, part, home, slab(part, home - ranks[0], len(ranks)))
+            for (path, _, part), ranks in zip(found, homes, strict=True)
+            for home in ranks
+        ]
+
+    def divides(self, part: Part, num_holders: int) -> bool:
+        """Return whether a matrix is divided among all ranks."""
+        return 1 < num_holders == self.size and matrix_numel(part) > self._most
 
     def _holders(self, spec: ParamSpec, index: int) -> Sequence[int]:
         """Return the ranks that hold a part, or a shard of it."""

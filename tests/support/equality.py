@@ -46,7 +46,11 @@ RULES: Mapping[str, Mapping[str, Any]] = {
     "lion": {"optimizer": "lion"},
     "muon": {"optimizer": "muon"},
     "adam in groups": {"optimizer": "adam", "param_groups": [GROUP]},
-    "muon in groups": {"optimizer": "muon", "param_groups": [GROUP, {"params": "*.fc2.*", "optimizer": "adam"}]},
+    "muon in groups": {
+        "optimizer": "muon",
+        "param_groups": [GROUP, {"params": "*.fc2.*", "optimizer": "adam"}],
+        "muon_max_home_elements": 2500,  # some are divided
+    },
 }
 SMALL = {"num_layers": 2, "hidden_size": 48, "seq_length": 8, "kv_channels": 8, "make_vocab_size_divisible_by": 1}
 MODELS: Mapping[str, Mapping[str, Any]] = {

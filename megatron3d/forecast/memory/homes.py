@@ -14,7 +14,7 @@ from megatron3d.config.schema import ITEMSIZES
 from megatron3d.forecast.memory.flat_buffers import FlatBufferSize
 from megatron3d.forecast.memory.step_spec import StepSpec
 from megatron3d.optim.rule_spec import GroupSpec
-from megatron3d.parallel.home_plan import HomeMatrix, home_axes, matrix_numel, plan_homes
+from megatron3d.parallel.home_plan import HomeMatrix, home_axes, plan_homes
 from megatron3d.parallel.layout import ParamSpec, Shape
 from megatron3d.parallel.mesh import Mesh
 
@@ -38,7 +38,9 @@ def home_bytes(step: StepSpec, flats: Sequence[FlatBufferSize]) -> int:
 
 
 def _group_bytes(step: StepSpec, group: GroupSpec, flats: Sequence[FlatBufferSize]) -> int:
-    planned = plan_homes([flat.matrices[group] for flat in flats], step.local.mesh)
+    planned = plan_homes(
+        [flat.matrices[group] for flat in flats], step.local.mesh, group.rule.max_home_elements(step.optimizer)
+    )
     none = _RoundBytes(0, 0, 0, 0, 0)
     found = (_round_bytes(step, group, [flats[number] for number in each.flats], each.matrices) for each in planned)
     rounds = [none, *found, none]
@@ -61,20 +63,19 @@ def _round_bytes(
     held = sum(flat.held(mesh)[group] for flat in flats)
     copies = {path: _num_copies(flat, spec, mesh) for flat in flats for path, spec in flat.matrices[group].items()}
     mine = [each for each in matrices if each.home == me]
-    home = sum(matrix_numel(each.part) for each in mine)
-    once = sum(matrix_numel(each.part) / copies[each.path] for each in matrices)
-    sent = round(held * once / sum(matrix_numel(each.part) for each in matrices))
-    given = sum(matrix_numel(each.part) * copies[each.path] for each in mine)
-    alike = Counter[Shape](each.part.shape for each in mine)
-    work = max((count * _work_numel(shape) for shape, count in alike.items()), default=0)
+    home = sum(each.numel for each in mine)
+    once = sum(each.numel / copies[each.path] for each in matrices)
+    sent = round(held * once / sum(each.numel for each in matrices))
+    given = sum(each.numel * copies[each.path] for each in mine)
+    alike = Counter[tuple[Shape, int]]((each.part.shape, each.numel) for each in mine)
+    work = max((count * _work_numel(*kind) for kind, count in alike.items()), default=0)
     there, back = (sent, given) if is_alone else (sent + home, given + held)
     return _RoundBytes(held * wide, there * itemsize, back * itemsize, home * itemsize, work * itemsize)
 
 
-def _work_numel(shape: Shape) -> int:
-    """Return the elements of an iteration's input and result, and of two products of its smaller side."""
-    small, large = sorted(shape)
-    return 2 * small * (large + small)
+def _work_numel(whole: Shape, numel: int) -> int:
+    """Return the elements of an iteration's input and result, and of two products of the whole's smaller side."""
+    return 2 * (numel + min(whole) ** 2)
 
 
 def _num_copies(flat: FlatBufferSize, spec: ParamSpec, mesh: Mesh) -> int:

@@ -24,12 +24,20 @@ from megatron3d.parallel.modes.mode import Mode
 
 
 class LayerMatrices(NamedTuple):
-    """Matrices of a mean layer: their elements, those on a rank, FLOPs of their update, and of the longest one."""
+    """Matrices of a mean layer.
+
+    Attributes:
+        elements: of all, and `local` those on a rank.
+        flops: of their update, of those that are not divided; `longest` of the longest of these.
+        slab_flops: of a rank, of those that are divided among homes, and `grams` the elements that it sums with others.
+    """
 
     elements: float
     local: float
     flops: float
     longest: float
+    slab_flops: float
+    grams: float
 
 
 @cache
@@ -39,11 +47,22 @@ def layer_matrices(arch: Architecture, mode: Mode, mesh: Mesh, optimizer: Optimi
     specs = param_specs(replace(arch, num_layers=num_layers), mode)
     inner = {path: spec for path, spec in specs.items() if path.startswith("layers.")}
     taken = [spec for path, spec in inner.items() if group_of(optimizer, path, spec).rule.needs_matrices]
-    parts = [part for spec in taken for part in spec.parts]
-    flops = [rule.matrix_flops(part.shape, optimizer) for part in parts]
+    size, most = mesh.size(home_axes(mesh)), rule.max_home_elements(optimizer)
+    parts = [
+        (part, size > 1 and not spec.part_axes and matrix_numel(part) > most) for spec in taken for part in spec.parts
+    ]
+    flops = [rule.matrix_flops(part.shape, optimizer) for part, is_divided in parts if not is_divided]
+    divided = [part.shape for part, is_divided in parts if is_divided]
     local = sum(math.prod(spec.local_shape(mesh)) for spec in taken)
-    elements, total = sum(map(matrix_numel, parts)) / num_layers, sum(flops) / num_layers
-    return LayerMatrices(elements, local / num_layers, total, max(flops, default=0.0))
+    numbers = (
+        sum(matrix_numel(part) for part, _ in parts),
+        local,
+        sum(flops),
+        num_layers * max(flops, default=0.0),
+        sum(rule.slab_flops(shape, optimizer, size) for shape in divided),
+        sum(optimizer.muon_num_ns_steps * min(shape) ** 2 for shape in divided),
+    )
+    return LayerMatrices(*(number / num_layers for number in numbers))
 
 
 def update_s(
@@ -63,10 +82,13 @@ def update_s(
     seconds = _elementwise_s({rule: of_matrices, rule.others: mine - of_matrices}, machine)
     axes, itemsize = home_axes(mesh), ITEMSIZES[optimizer.muon_dtype]
     at_home = max(num_layers * matrices.flops / mesh.size(axes), matrices.longest) if num_layers else 0.0
+    at_home += num_layers * matrices.slab_flops
     is_fast = optimizer.muon_dtype == "bf16" or device.itemsize > 4
     seconds += device.matmul_bound_s(at_home) * (1 if is_fast else device.peak / device.plain_peak)
     moved = num_layers * matrices.elements / mesh.size(axes), of_matrices
-    return seconds + sum(machine.network.seconds(ring("all_to_all", axes, n * itemsize, mesh), mesh) for n in moved)
+    calls = [ring("all_to_all", axes, numel * itemsize, mesh) for numel in moved]
+    calls += [ring("all_reduce", axes, num_layers * matrices.grams * itemsize, mesh)] if matrices.grams else []
+    return seconds + sum(machine.network.seconds(call, mesh) for call in calls)
 
 
 def _elementwise_s(elements: Mapping[UpdateRule, float], machine: Machine) -> float:

@@ -28,7 +28,7 @@ from megatron3d.model.param_spec import param_specs
 from megatron3d.model.params import normal_box, part_views
 from megatron3d.optim.muon import SCALES, newton_schulz, scale_of
 from megatron3d.optim.rule_spec import RULES, is_hidden_matrix, newton_schulz_flops
-from megatron3d.parallel.home_plan import HomeMatrix, plan_homes
+from megatron3d.parallel.home_plan import HomeMatrix, plan_homes, slab
 from megatron3d.parallel.layout import ParamSpec, Part
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.pipeline.lower import lower
@@ -104,8 +104,21 @@ def train_two_steps(rank: int, world_size: int, config: Config) -> dict[str, Ten
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_steps_are_the_authors_on_whole_matrices(layout: str, nesterov: bool) -> None:
     """Catches orthogonalized shards, fused q, k and v, and a wrong order of momentum, decay and scale."""
-    num_ranks = 1 if layout == "one rank" else 4
-    config = configure(layout, muon_use_nesterov=nesterov, weight_decay=0.3)
+    check_two_steps(configure(layout, muon_use_nesterov=nesterov, weight_decay=0.3), 1 if layout == "one rank" else 4)
+
+
+@pytest.mark.parametrize("most", [1, 2000])
+@pytest.mark.parametrize(
+    ("layout", "num_ranks"), [*((name, 4) for name in LAYOUTS if name != "one rank"), ("ZeRO 0", 3)]
+)
+def test_a_matrix_that_is_divided_is_orthogonalized_as_a_whole(layout: str, num_ranks: int, most: int) -> None:
+    """Three ranks have slabs of unequal sizes; 2000 divides the matrices of the MLP alone."""
+    check_two_steps(configure(layout, weight_decay=0.3, muon_max_home_elements=most), num_ranks)
+
+
+def check_two_steps(config: Config, num_ranks: int) -> None:
+    """Compare two steps of each matrix with the authors'."""
+    nesterov = config.optimizer.muon_use_nesterov
     specs = build(0, 1, configure("one rank")).buffers.specs.values()
     std = {part.name: spec.init for spec in specs for part in spec.parts}
     for got in run_turns(train_two_steps, num_ranks, config):
@@ -206,15 +219,22 @@ GROUPS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("precision", "groups"), [("fp32", []), ("bf16", []), ("fp32", GROUPS)])
-@pytest.mark.parametrize(("num_ranks", "parallel"), MEMORY_LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    ("num_ranks", "parallel", "precision", "groups", "most"),
+    [
+        *((*layout, precision, [], 2**28) for layout in MEMORY_LAYOUTS for precision in ("fp32", "bf16")),
+        *((*layout, "fp32", GROUPS, 2**28) for layout in MEMORY_LAYOUTS[:2]),
+        *((*layout, "fp32", [], 2**17) for layout in MEMORY_LAYOUTS[1:3]),
+    ],
+    ids=str,
+)
 def test_the_memory_of_an_update_is_predicted(
-    num_ranks: int, parallel: dict[str, Any], precision: str, groups: list[dict[str, Any]]
+    num_ranks: int, parallel: dict[str, Any], precision: str, groups: list[dict[str, Any]], most: int
 ) -> None:
     """Few tokens, so that the update has the peak: directions, matrices on their way, and their products at home."""
     model = {**MODEL, "num_layers": 4, "hidden_size": 256}
     train = {"micro_batch_size": 2, "global_batch_size": 16, "precision": precision}
-    optimizer = {"optimizer": "muon", "muon_dtype": precision, "param_groups": groups}
+    optimizer = {"optimizer": "muon", "muon_dtype": precision, "param_groups": groups, "muon_max_home_elements": most}
     sections = {"model": model, "parallel": parallel, "train": train, "optimizer": optimizer}
     for rank in (0, num_ranks - 1):
         spec = RunSpec(Config.model_validate(sections), num_ranks, VOCAB_SIZE, rank)
@@ -226,15 +246,15 @@ def test_the_memory_of_an_update_is_predicted(
             assert memory.total == pytest.approx(measured, rel=0.02)
 
 
-def sent_bytes(rank: int, world_size: int, config: Config) -> list[float]:
-    """Return the bytes that a rank sends in each all-to-all of an update."""
+def sent_bytes(rank: int, world_size: int, config: Config, collective: str = "all_to_all") -> list[float]:
+    """Return the bytes that a rank sends in each all-to-all, or other collective, of an update."""
     spec = RunSpec(config, world_size, VOCAB_SIZE, rank)
     recorder = Recorder(connect(spec))
     state = build_state(spec, recorder, torch.device("cpu"))
     state.buffers.settle()
     recorder.calls.clear()
     state.optimizer.step(torch.tensor(1.0), 0.1)
-    return [call.wire_bytes for call in recorder.calls if call.collective == "all_to_all"]
+    return [call.wire_bytes for call in recorder.calls if call.collective == collective]
 
 
 @pytest.mark.parametrize(
@@ -258,6 +278,24 @@ def test_what_an_update_sends(parallel: dict[str, Any], there: float, back: floa
         assert len(totals) == 2 and 0 < totals[0] == totals[1] < 1
     else:
         assert totals == [there, back]
+
+
+def test_what_divided_matrices_sum() -> None:
+    """Each iteration sums a Gram matrix of the smaller side, on 4 ranks as a ring; and their norms, once."""
+    train = {"micro_batch_size": 2, "global_batch_size": 8}
+    optimizer = {"optimizer": "muon", "muon_max_home_elements": 2000}
+    config = Config.model_validate({"model": MODEL, "train": train, "optimizer": optimizer})
+    for sent in run_turns(sent_bytes, 4, config, "all_reduce"):
+        numel = 4 * (5 * 32 * 32 + 1)  # both matrices of the MLP of a layer have one side of 32
+        assert sum(sent) == 2 * 0.75 * 4 * numel
+
+
+def test_slabs_cover_a_matrix_once() -> None:
+    for shape in ((7, 3), (3, 7), (4, 4), (4, 1)):
+        part, held = Part("w", shape, shape), torch.zeros(shape)
+        for index in range(3):
+            held[tuple(slice(*edges) for edges in slab(part, index, 3))] += 1
+        assert held.eq(1).all()
 
 
 def train_and_save(rank: int, world_size: int, config: Config, source: Path | None, root: Path, num_steps: int) -> None:

@@ -57,9 +57,9 @@ BROKEN = [
     (
         {"optimizer": {"param_groups": [{"params": ["embedding.*", "*.norm.weight"]}]}},
         1,
-        'optimizer.param_groups=[{params: ["embedding.*","*.norm.weight"], lr_mult: 1.0, wd_mult: null, optimizer: null}]: '
-        '"*.norm.weight" fits no parameter; use names such as embedding.weight, embedding.position or '
-        "layers.0.input_norm.weight",
+        'optimizer.param_groups=[{params: ["embedding.*","*.norm.weight"], lr_mult: 1.0, wd_mult: null, '
+        'optimizer: null}]: "*.norm.weight" fits no parameter; use names such as embedding.weight, '
+        "embedding.position or layers.0.input_norm.weight",
     ),
     (
         {"optimizer": {"param_groups": [{"params": "*.q.weight", "lr_mult": 2.0}]}},
