@@ -6,7 +6,7 @@ stored next to its source.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
 
@@ -632,7 +632,7 @@ class GroupOptions(Section, frozen=True):
         """Patterns of the names of parameters."""
         return (self.params,) if isinstance(self.params, str) else self.params
 
-    def names(self, names: Iterable[str]) -> bool:
+    def names(self, names: Sequence[str]) -> bool:
         """Return whether a pattern fits one of these names of tensors."""
         return any(fnmatchcase(name, pattern) for pattern in self.patterns for name in names)
 
