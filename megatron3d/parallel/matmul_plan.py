@@ -53,6 +53,9 @@ class MatmulPlan:
         assert set(self.w) <= set(self.m), f"W is whole along {set(self.w) - set(self.m)}: nothing to gather"
         assert set(self.y) == set(self.k), f"Y is partial over {self.k}, but the plan reduces it over {tuple(self.y)}"
 
+    def __hash__(self) -> int:
+        return hash((self.m, self.k, self.n, *(tuple(table.items()) for table in (self.x, self.w, self.y))))
+
     def swapped(self) -> MatmulPlan:
         """Return the plan of the next matmul: K and N are exchanged, and so are X's gathers and Y's scatters."""
         gathers = {axis: str(_SWAP[dim]) for axis, dim in self.dy.items()}

@@ -23,6 +23,7 @@ from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import CheckpointConfig, Config, OptimizerConfig
 from megatron3d.errors import UserError
 from megatron3d.forecast.memory.rank import predict_memory
+from megatron3d.forecast.time.step import load_machine, predict_time
 from megatron3d.model.local_sizes import KERNELS
 from megatron3d.model.param_spec import param_specs
 from megatron3d.model.params import normal_box, part_views
@@ -42,7 +43,7 @@ from tests.support.turn_ranks import connect, run_turns
 # The process group of a dry run receives a reduce-scatter's sum, as NCCL does.
 KERNEL = replace(KERNELS["cpu"], num_received=0)
 
-VOCAB_SIZE = 61
+VOCAB_SIZE, NUM_RANKS = 61, 4
 MODEL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 8}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one rank": {},
@@ -408,3 +409,13 @@ def test_what_lies_between_hidden_features_is_a_matrix() -> None:
         "mlp.shared_experts.fc2.weight",
     }
     assert all(path.startswith("layers.") for path in taken)
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one rank"])
+def test_the_time_of_an_update_is_predicted(layout: str) -> None:
+    """It grows with the iterations, which compute on the matrices of the layers."""
+    machine, seconds = load_machine("dgx_h200", "bf16", NUM_RANKS), []
+    for count in (5, 50):
+        config = configure(layout, muon_num_ns_steps=count)
+        seconds.append(predict_time(RunSpec(config, NUM_RANKS, VOCAB_SIZE), machine).optimizer_s)
+    assert 0 < seconds[0] < seconds[1]
