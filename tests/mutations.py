@@ -39,6 +39,7 @@ CONTEXT = ("tests/integration/test_context.py",)
 CONTEXT_PAIRS = ("tests/unit/attention/test_attention_pairs_plan.py",)
 EXPERTS = ("tests/integration/test_expert_ranks.py",)
 OPTIMIZER = ("tests/unit/optim/test_optimizer.py",)
+EMA = ("tests/unit/optim/test_ema.py",)
 MUON = ("tests/unit/optim/test_muon.py",)
 EXPERT_EXCHANGE = ("tests/unit/experts/test_expert_exchange.py",)
 ROUTER_PROOFS = ("tests/integration/test_router_proofs.py", "-k", "sequences")
@@ -87,6 +88,33 @@ MUTATIONS = [
         "torch.where(is_skipped, m, new, out=m)",
         "m.copy_(new)",
         MUON,
+    ),
+    Mutation(
+        "a skipped update moves the average of the weights",
+        "optim/optimizer.py",
+        "torch.where(skipped != 0, 0.0, 1 - decay)",
+        "1 - decay",
+    ),
+    Mutation(
+        "the average of the weights is not restored at resume",
+        "train/checkpointing.py",
+        "restarts = not options.optimizer or lacks_averages(index, state)",
+        "restarts = bool(state.optimizer.averages)",
+        EMA,
+    ),
+    Mutation(
+        "the weights do not come back after an evaluation of their average",
+        "optim/optimizer.py",
+        "        finally:\n            self._exchange_averages()",
+        "        finally:\n            self.buffers.publish()",
+        EMA,
+    ),
+    Mutation(
+        "the average of the weights takes no memory",
+        "forecast/memory/step_spec.py",
+        "average = 0 if self.optimizer.ema_decay is None else self.local.wide",
+        "average = 0",
+        EMA,
     ),
     Mutation(
         "matrices come back in the order of the flat buffer",

@@ -23,7 +23,7 @@ from megatron3d.convert.family_table import MODEL_TYPES
 from megatron3d.convert.fields import DTYPE_NAMES
 from megatron3d.data.option_table import TOKENIZER_TYPES
 from megatron3d.errors import UserError
-from megatron3d.runtime.arguments import ToolParser, add_iteration, shorten, whole
+from megatron3d.runtime.arguments import ToolParser, add_iteration, add_weights, shorten, whole
 from megatron3d.runtime.program import parse_first, run_tool
 
 CONFIG, TO_TORCH, FROM_MEGATRON, TO_MEGATRON = "config", "to-dcp", "from-megatron", "to-megatron"
@@ -47,6 +47,7 @@ def make_parser() -> ToolParser:
     )
     parser.add_alias("--input", "--load")
     add_iteration(parser)
+    add_weights(parser, None, f"with {TO_HF}; ")
     parser.add_argument("--dtype", choices=DTYPE_NAMES, help="of the weights that are written; default: as they are")
     parser.add_argument(
         "--max-shard-size", type=_size, help="of a safetensors file, such as 500MB; with to-hf; default: 5GB"
@@ -123,6 +124,7 @@ _USED_BY = {
     "dtype": (FROM_HF, TO_HF, TO_MEGATRON),
     "without_transformers": (FROM_HF, TO_HF),
     "without_logits": (FROM_HF, TO_HF),
+    "weights": (TO_HF,),
     "iteration": (TO_HF, TO_TORCH, TO_MEGATRON),
 }
 DIFFERENT = 1
@@ -163,6 +165,7 @@ def convert(args: argparse.Namespace) -> None:
         with_logits=not args.without_logits,
         model_type=args.model_type,
         config=args.config,
+        weights=args.weights or "model",
     )
     report = _DIRECTIONS[args.direction](request)
     for note in report.notes:

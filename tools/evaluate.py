@@ -17,7 +17,7 @@ from pathlib import Path
 from megatron3d.config.cli import ConfigParser
 from megatron3d.errors import ExitCode, UserError
 from megatron3d.runtime import process
-from megatron3d.runtime.arguments import CHECKPOINT, add_iteration, positive, whole
+from megatron3d.runtime.arguments import CHECKPOINT, add_iteration, add_weights, positive, whole
 from megatron3d.runtime.program import parse_first
 
 WHOLE, SPLITS = "whole", ("train", "valid", "test")
@@ -28,6 +28,7 @@ def make_parser() -> ConfigParser:
     parser = ConfigParser("evaluate.py", __doc__.split(":")[0])
     parser.add_argument("--load", type=Path, required=True, metavar="RUN", help=CHECKPOINT)
     add_iteration(parser)
+    add_weights(parser)
     parser.add_argument("--split", choices=(WHOLE, *SPLITS), default=WHOLE, help="of data.split; default: whole")
     parser.add_argument("--samples", type=positive, help="only this many windows from the start; default: all")
     parser.add_argument(
@@ -62,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     tokenizer = build_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model)
     samples = find_samples(config, tokenizer, args.split, args.samples)
     with process.start() as here, torch.no_grad():
-        executor = restore(config, tokenizer, folder, here)
+        executor = restore(config, tokenizer, folder, here, args.weights)
         result = describe(config, samples, mean_loss(executor, config, samples, here.device))
         if here.rank == 0:
             print(json.dumps(result) if args.json else render(result))

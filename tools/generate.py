@@ -19,7 +19,7 @@ from typing import TextIO
 from megatron3d.config.cli import ConfigParser
 from megatron3d.errors import ExitCode, UserError
 from megatron3d.runtime import process
-from megatron3d.runtime.arguments import CHECKPOINT, MAX_SEED, add_iteration, real, whole
+from megatron3d.runtime.arguments import CHECKPOINT, MAX_SEED, add_iteration, add_weights, real, whole
 from megatron3d.runtime.program import parse_first
 
 
@@ -28,6 +28,7 @@ def make_parser() -> ConfigParser:
     parser = ConfigParser("generate.py", "Sample text from a checkpoint.")
     parser.add_argument("--load", type=Path, required=True, metavar="RUN", help=CHECKPOINT)
     add_iteration(parser)
+    add_weights(parser)
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--prompt", action="append", help="several make a line of JSON each; default: a new line")
     source.add_argument("--prompts", type=Path, metavar="FILE", help="a prompt per line; a line of JSON for each")
@@ -98,7 +99,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     prompts = [] if args.interactive else encode(read_prompts(args), tokenizer, begin)
     with process.start() as here, torch.no_grad():
         num_drafts = args.num_speculative_tokens
-        sampler = Sampler(restore(config, tokenizer, folder, here), here.device, keeps_hidden=num_drafts > 0)
+        sampler = Sampler(
+            restore(config, tokenizer, folder, here, args.weights), here.device, keeps_hidden=num_drafts > 0
+        )
         speculation = Speculation(sampler, Choice(args.temperature, args.top_k, args.top_p), num_drafts)
         out = sys.stdout if here.rank == 0 else None
         if args.interactive:

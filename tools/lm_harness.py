@@ -16,7 +16,7 @@ from pathlib import Path
 from megatron3d.config.cli import ConfigParser
 from megatron3d.errors import ExitCode, UserError
 from megatron3d.runtime import process
-from megatron3d.runtime.arguments import CHECKPOINT, add_iteration, positive, whole
+from megatron3d.runtime.arguments import CHECKPOINT, add_iteration, add_weights, positive, whole
 from megatron3d.runtime.program import parse_first
 
 
@@ -25,6 +25,7 @@ def make_parser() -> ConfigParser:
     parser = ConfigParser("lm_harness.py", __doc__.split(":")[0])
     parser.add_argument("--load", type=Path, required=True, metavar="RUN", help=CHECKPOINT)
     add_iteration(parser)
+    add_weights(parser)
     parser.add_argument("--tasks", type=lambda text: text.split(","), required=True, help="names, between commas")
     parser.add_argument("--include-path", type=Path, help="a folder with tasks of your own")
     parser.add_argument(
@@ -60,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         import lm_eval
         from lm_eval.tasks import TaskManager
 
-        executor = restore(config, tokenizer, folder, here)
+        executor = restore(config, tokenizer, folder, here, args.weights)
         model = as_lm(Harness(executor, tokenizer, here.device, args.batch_size, begin))
         tasks = TaskManager(include_path=str(args.include_path) if args.include_path else None)
         found = lm_eval.simple_evaluate(

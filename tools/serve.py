@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from megatron3d.config.cli import ConfigParser
 from megatron3d.errors import ExitCode, UserError
 from megatron3d.runtime import process
-from megatron3d.runtime.arguments import CHECKPOINT, add_iteration, whole
+from megatron3d.runtime.arguments import CHECKPOINT, add_iteration, add_weights, whole
 from megatron3d.runtime.program import StopSignal, parse_first
 
 
@@ -33,6 +33,7 @@ def make_parser() -> ConfigParser:
     parser = ConfigParser("serve.py", "Serve a checkpoint over OpenAI's completions API.")
     parser.add_argument("--load", type=Path, required=True, metavar="RUN", help=CHECKPOINT)
     add_iteration(parser)
+    add_weights(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at; default: only this machine")
     parser.add_argument("--port", type=whole(0, 65535), default=8000, help="0: a free one, which is printed")
     parser.add_argument("--served-model-name", metavar="NAME", help="of the model in requests; default: --load")
@@ -74,8 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     template = find_template(config.data.tokenizer_model)
     listening = listen(args.host, args.port) if env.rank == 0 else None
     with process.start() as here, torch.no_grad(), StopSignal() as stop:
-        state = restore_state(config, tokenizer, folder, here)
-        model = Model(state, tokenizer, here.device, folder)
+        state = restore_state(config, tokenizer, folder, here, args.weights)
+        model = Model(state, tokenizer, here.device, folder, args.weights)
         if listening is None:
             follow(model)
         else:
@@ -97,14 +98,22 @@ def problems(args: argparse.Namespace) -> list[str]:
 class Model:
     """The model on one rank; every rank must make the same calls."""
 
-    def __init__(self, state: TrainState, tokenizer: Tokenizer, device: torch.device, folder: Path | None) -> None:
+    def __init__(
+        self,
+        state: TrainState,
+        tokenizer: Tokenizer,
+        device: torch.device,
+        folder: Path | None,
+        weights: str = "model",
+    ) -> None:
         self.state, self.tokenizer, self.device, self.folder = state, tokenizer, device, folder
+        self.weights = weights
         self.comm = state.executor.model.comm
 
     def load(self, folder: Path) -> None:
         """Load another checkpoint of the run; raises UserError, on all ranks, where it cannot be read."""
         self.folder = None
-        load_weights(folder, self.state, {"tokenizer": self.tokenizer.fingerprint})
+        load_weights(folder, self.state, {"tokenizer": self.tokenizer.fingerprint}, self.weights)
         self.folder = folder
 
 

@@ -13,7 +13,7 @@ allocated before shapes and sizes agree with the files.
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, product
 from math import prod
@@ -188,6 +188,28 @@ def read_index(folder: Path) -> Index:
     if not index.is_intact():
         raise UserError(f"checkpoint {folder}: {FILE_NAME} is damaged: it is not what its checksum was taken of")
     return index
+
+
+# Prefixes of the names of tensors: weights, and their moving averages.
+WEIGHTS, AVERAGES = "model.", "optimizer.ema."
+
+
+def read_averages(folder: Path) -> Index:
+    """Read the index of a checkpoint whose weights are their moving averages; raise also where it has none."""
+    index = read_index(folder)
+    averages = {name: tensor for name, tensor in index.tensors.items() if name.startswith(AVERAGES)}
+    if not averages:
+        raise UserError(
+            f"checkpoint {folder} has no moving average of the weights, as a run with optimizer.ema_decay has; "
+            "use --weights model"
+        )
+    rest = {name: tensor for name, tensor in index.tensors.items() if name not in averages}
+    named = {WEIGHTS + name.removeprefix(AVERAGES): tensor for name, tensor in averages.items()}
+    return index.model_copy(update={"tensors": rest | named})
+
+
+# Readers of the index by what is taken as the weights, as the option --weights of tools names it.
+READERS: Mapping[str, Callable[[Path], Index]] = {"model": read_index, "ema": read_averages}
 
 
 def refuse_torch_folder(folder: Path) -> None:

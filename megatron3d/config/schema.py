@@ -327,8 +327,8 @@ class CheckpointConfig(Section, frozen=True):
     no_load_optim: bool = key(False, "load without optimizer state and loss scale")
     accept_changed: tuple[Literal["tokenizer", "corpus", "data.split", "train.seed", "optimizer"], ...] = key(
         (),
-        "what may differ from the run that is continued, which then reads other samples, or, with another update rule, "
-        "begins with new optimizer state",
+        "what may differ from the run that is continued, which then reads other samples, or, with another update rule "
+        "or a new ema_decay, begins with new optimizer state",
         strict=False,
     )
 
@@ -564,6 +564,9 @@ class TrainConfig(Section, frozen=True):
     hysteresis: int = key(2, "non-finite steps before the loss scale halves", ge=1)
     eval_interval: int | None = key(None, "default: never", ge=1, also="eval_steps")
     eval_iters: int = key(10, ge=1, most=10**6)
+    eval_ema_weights: bool = key(
+        True, "with optimizer.ema_decay: evaluate the averaged weights as well", also="evaluate_ema_weights_instead"
+    )
     loss_chunk_tokens: int | None = key(
         None, "tokens per chunk of the loss: only one chunk has logits in memory; default on CPUs: 1024", ge=1
     )
@@ -693,6 +696,13 @@ class OptimizerConfig(Section, frozen=True):
     )
     exp_avg_dtype: MomentDtype | None = key(None, "dtype of the first moment; default: that of the master weights")
     exp_avg_sq_dtype: MomentDtype | None = key(None, "dtype of the second moment; default: that of the master weights")
+    ema_decay: float | None = key(
+        None,
+        "keep an exponential moving average of the weights with this decay; default: none",
+        gt=0,
+        lt=1,
+        also="ema ema_beta ema_rate model_ema model_ema_decay",
+    )
     adam_implementation: Literal["torch", "apex"] = key(
         "torch", "fused kernel: PyTorch's, or NVIDIA apex's (built from source, not the PyPI package of that name)"
     )

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron3d.checkpoint.index import read_index
+from megatron3d.checkpoint.index import Index
 from megatron3d.checkpoint.pieces import Piece, param_pieces
 from megatron3d.checkpoint.read import load_with_index
 from megatron3d.comm.process_comm import ProcessComm
@@ -76,14 +76,16 @@ def compared_rows(vocab_size: int, tokens_BS: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def our_logits(checkpoint: Path, arch: Architecture, rounded: torch.dtype, tokens_BS: Tensor, rows_V: Tensor) -> Tensor:
+def our_logits(
+    checkpoint: Path, index: Index, arch: Architecture, rounded: torch.dtype, tokens_BS: Tensor, rows_V: Tensor
+) -> Tensor:
     """Return the logits [B, S, V] of our GPT in float64, its weights rounded to a dtype first.
 
     Args:
         tokens_BS: tokens of the model's vocabulary `rows_V`, by their places there.
         rows_V: ids in the vocabulary of the checkpoint.
     """
-    num_stages, index = arch.num_layers, read_index(checkpoint)
+    num_stages = arch.num_layers
     pipeline = StageAssignment(make_stages([1] * num_stages), tuple(range(num_stages)))
     mode = build_mode(next(iter(MODES)), None, (1,))
     axes = ((PIPELINE, num_stages), *((axis, 1) for axis in DATA), *mode.axes)

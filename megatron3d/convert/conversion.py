@@ -27,7 +27,7 @@ from pydantic import JsonValue
 from torch import Tensor
 
 from megatron3d.checkpoint import store
-from megatron3d.checkpoint.index import read_index, read_meta
+from megatron3d.checkpoint.index import READERS, Index, read_index, read_meta
 from megatron3d.checkpoint.pieces import dtype_name
 from megatron3d.checkpoint.publish import run_folder
 from megatron3d.checkpoint.store import Piece
@@ -86,6 +86,7 @@ class ConversionRequest:
         with_logits: run both models on stored inputs, and publish the output only if they agree.
         model_type: model type that is written; None: that of the model's origin, or the first that computes the same.
         config: file of ours that describes the model of a Megatron-LM checkpoint; None: its arguments do.
+        weights: what is taken as the weights of a checkpoint, a name in `READERS`.
     """
 
     source: Path
@@ -99,6 +100,7 @@ class ConversionRequest:
     with_logits: bool = True
     model_type: str | None = None
     config: Path | None = None
+    weights: str = "model"
 
 
 @dataclass(frozen=True)
@@ -168,12 +170,12 @@ def _train_section(weights: HubWeights, dtype: torch.dtype | None) -> TrainConfi
 def to_hub(request: ConversionRequest) -> ConversionReport:
     """Write a Hugging Face folder with the weights of a checkpoint; raises UserError or LogitsDiffer."""
     checkpoint = store.resolve(request.source)
-    arch = read_architecture(checkpoint)
+    arch, index = read_architecture(checkpoint), READERS[request.weights](checkpoint)
     origin = _origin(checkpoint)
     wanted = request.model_type or (origin if represents(origin, arch) else None)
     model_type, settings, lost_notes = write_settings(arch, wanted)
     table = file_tensors(arch, model_type)
-    dtype = request.dtype or stored_dtype(checkpoint, table)
+    dtype = request.dtype or stored_dtype(checkpoint, index, table)
     data = _data_section(request, checkpoint)
     with output_folder(request.target) as folder:
         no_ids = dict.fromkeys(ID_KEYS)
@@ -185,7 +187,7 @@ def to_hub(request: ConversionRequest) -> ConversionReport:
         if not (folder / GENERATION).exists():
             write_json(folder / GENERATION, ids)
         shards = divide(table, dtype, request.max_shard_bytes)
-        write_shards(folder, shards, dtype, _values(checkpoint, table, dtype))
+        write_shards(folder, shards, dtype, _values(checkpoint, index, table, dtype))
         weights = HubWeights(folder, arch, model_type)
         agreements = _compare_logits(checkpoint, arch, settings, weights, request, class_name_of(settings))
         _write_record(folder, request, agreements, arch, model_type)
@@ -223,7 +225,7 @@ def _compare_logits(
     tokens = compare.stored_inputs(arch.vocab_size, arch.max_position_embeddings)
     rounded, rows = request.dtype or torch.float64, compare.compared_rows(arch.vocab_size, tokens)
     places = torch.searchsorted(rows, tokens)
-    ours = compare.our_logits(checkpoint, arch, rounded, places, rows)
+    ours = compare.our_logits(checkpoint, READERS[request.weights](checkpoint), arch, rounded, places, rows)
 
     def values(name: str) -> Tensor:
         return weights.tensor(name)[rows] if name in weights.vocabulary else weights.tensor(name)
@@ -265,9 +267,9 @@ def _pieces(weights: HubWeights, dtype: torch.dtype | None) -> Iterator[Piece]:
             yield Piece(f"model.{rows.name}", rows.shape, rows.box, described, partial(values, tensor, rows))
 
 
-def _values(checkpoint: Path, table: Sequence[FileTensor], dtype: torch.dtype) -> Iterator[Tensor]:
+def _values(checkpoint: Path, index: Index, table: Sequence[FileTensor], dtype: torch.dtype) -> Iterator[Tensor]:
     """Yield the tensors of the files, read from a checkpoint in runs no larger than the largest tensor."""
-    budget, index = max(num_bytes(tensor, dtype) for tensor in table), read_index(checkpoint)
+    budget = max(num_bytes(tensor, dtype) for tensor in table)
     run: list[FileTensor] = []
     for tensor in (*table, None):
         if tensor is None or sum(num_bytes(each, dtype) for each in (*run, tensor)) > budget:
@@ -289,9 +291,9 @@ def read_architecture(checkpoint: Path) -> Architecture:
         raise UserError(f"{checkpoint}: its model is not described as this megatron3d does ({error})") from error
 
 
-def stored_dtype(checkpoint: Path, table: Sequence[FileTensor]) -> torch.dtype:
+def stored_dtype(checkpoint: Path, index: Index, table: Sequence[FileTensor]) -> torch.dtype:
     """Return the dtype of a checkpoint's weights; raises UserError where they have several."""
-    tensors = read_index(checkpoint).tensors
+    tensors = index.tensors
     names = {f"model.{name}" for tensor in table for name, _ in tensor.parts if not tensor.is_state}
     found = sorted({tensors[name].dtype for name in names if name in tensors})
     known = {dtype_name(dtype): dtype for dtype in DTYPES.values()}

@@ -59,7 +59,7 @@ def to_megatron(request: ConversionRequest) -> ConversionReport:
     arch, meta, index = read_architecture(checkpoint), read_meta(checkpoint), read_index(checkpoint)
     table = megatron_tensors(arch)
     arguments = _checked_arguments(arch)
-    dtype = request.dtype or stored_dtype(checkpoint, [each.tensor for each in table])
+    dtype = request.dtype or stored_dtype(checkpoint, index, [each.tensor for each in table])
     arguments |= {"params_dtype": dtype, "bf16": dtype is torch.bfloat16, "fp16": dtype is torch.float16}
     arguments |= {"iteration": meta.iteration, "consumed_train_samples": meta.consumed_samples, **_LAYOUT}
     has_moments = all(

@@ -54,17 +54,25 @@ def _with_batch(config: Config, micro_batch_size: int, global_batch_size: int) -
     return config.model_copy(update={"train": config.train.model_copy(update=batch)})
 
 
-def restore(config: Config, tokenizer: Tokenizer, folder: Path, here: Runtime) -> PipelineExecutor:
-    """Return this rank's model with the checkpoint's weights; raises UserError if the checkpoint does not fit it."""
-    return restore_state(config, tokenizer, folder, here).executor
+def restore(
+    config: Config, tokenizer: Tokenizer, folder: Path, here: Runtime, weights: str = "model"
+) -> PipelineExecutor:
+    """Return this rank's model with the checkpoint's weights; raises UserError if the checkpoint does not fit it.
+
+    Args:
+        weights: what is taken as the weights, as the option --weights of tools names it.
+    """
+    return restore_state(config, tokenizer, folder, here, weights).executor
 
 
-def restore_state(config: Config, tokenizer: Tokenizer, folder: Path, here: Runtime) -> TrainState:
+def restore_state(
+    config: Config, tokenizer: Tokenizer, folder: Path, here: Runtime, weights: str = "model"
+) -> TrainState:
     """Return the state of which `restore` returns the model, into which weights of other checkpoints can be loaded."""
     spec = RunSpec(config, here.world_size, tokenizer.vocab_size, here.rank)
     comm = connect(spec)
     state = build_state(spec, comm, here.device)
     if here.watchdog is not None:
         here.watchdog.follow(lambda: None, comm.log.status)
-    load_weights(folder, state, {"tokenizer": tokenizer.fingerprint})
+    load_weights(folder, state, {"tokenizer": tokenizer.fingerprint}, weights)
     return state

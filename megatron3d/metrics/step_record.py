@@ -192,13 +192,20 @@ def timer_lines(timers: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
         yield f"    {name} ".ljust(46, ".") + f": ({over['min']:.2f}, {over['max']:.2f}), {over['max_rank']}"
 
 
-def evaluation_line(iteration: int, validation_loss: float, mtp_losses: Sequence[float] = ()) -> str:
+# Key of the validation loss of averaged weights.
+EMA_LOSS = "validation_loss_ema"
+
+
+def evaluation_line(
+    iteration: int, validation_loss: float, mtp_losses: Sequence[float] = (), averaged_loss: float | None = None
+) -> str:
     """Return the console line of an evaluation; the exponent of the perplexity is capped at 20, as in Megatron."""
     perplexity = math.exp(min(20.0, validation_loss))
     ahead = "".join(f" {name}: {scientific(loss)} |" for name, loss in mtp_rows(mtp_losses, "loss value").items())
+    averaged = "" if averaged_loss is None else f" lm loss value of EMA weights: {scientific(averaged_loss)} |"
     return (
         f" validation loss at iteration {iteration} | lm loss value: {scientific(validation_loss)} | "
-        f"lm loss PPL: {scientific(perplexity)} |{ahead}"
+        f"lm loss PPL: {scientific(perplexity)} |{ahead}{averaged}"
     )
 
 

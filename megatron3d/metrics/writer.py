@@ -18,7 +18,7 @@ from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.errors import UserError
 from megatron3d.metrics.journal import Journal
-from megatron3d.metrics.step_record import StepRecord, evaluation_line, mtp_rows, step_line, timer_lines
+from megatron3d.metrics.step_record import EMA_LOSS, StepRecord, evaluation_line, mtp_rows, step_line, timer_lines
 from megatron3d.runtime.files import write_text
 
 if TYPE_CHECKING:
@@ -229,11 +229,18 @@ class MetricsWriter:
             print("\n".join(timer_lines(more.get("timers", {}))), flush=True)
         self._write(record.row | more)
 
-    def evaluation(self, iteration: int, validation_loss: float, mtp_losses: Sequence[float] = ()) -> None:
-        """Report the losses on the validation split after `iteration` steps."""
-        print(evaluation_line(iteration, validation_loss, mtp_losses), flush=True)
-        ahead = mtp_rows(mtp_losses, "validation_loss")
-        self._write({"iteration": iteration, "validation_loss": validation_loss, **ahead})
+    def evaluation(
+        self,
+        iteration: int,
+        validation_loss: float,
+        mtp_losses: Sequence[float] = (),
+        averaged_loss: float | None = None,
+    ) -> None:
+        """Report the losses on the validation split after `iteration` steps; one of averaged weights where given."""
+        print(evaluation_line(iteration, validation_loss, mtp_losses, averaged_loss), flush=True)
+        more = mtp_rows(mtp_losses, "validation_loss")
+        more |= {} if averaged_loss is None else {EMA_LOSS: averaged_loss}
+        self._write({"iteration": iteration, "validation_loss": validation_loss, **more})
 
     def rollback(self, iteration: int, message: str) -> None:
         """Report a rollback to an iteration, and drop the rows after it, which will be written again."""

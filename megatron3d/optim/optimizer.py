@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -11,12 +12,12 @@ from torch import Tensor
 
 from megatron3d.config.run_spec import LRPhases
 from megatron3d.config.schema import OptimizerConfig
-from megatron3d.optim.adamw import ChooseUpdate, ParamGroup, Update, choose_update
+from megatron3d.optim.adamw import CPU_CHUNK, GPU_CHUNK, ChooseUpdate, ParamGroup, Update, choose_update
 from megatron3d.optim.homes import MatrixExchange
 from megatron3d.optim.lion import choose_lion
 from megatron3d.optim.muon import update_with_muon
 from megatron3d.optim.precision import PRECISIONS, LossScale
-from megatron3d.optim.rule_spec import GroupSpec, groups_of, rule_of
+from megatron3d.optim.rule_spec import EMA, GroupSpec, groups_of, rule_of
 from megatron3d.zero import Buffers, FlatBuffer
 
 NOWHERE = slice(0, 0)
@@ -65,6 +66,7 @@ class Optimizer:
 
     Attributes:
         state: state tensors of this rank.
+        averages: those of them that are moving averages of the weights; none without `ema_decay`.
         num_steps: number of updates so far, skipped ones not counted.
     """
 
@@ -77,6 +79,9 @@ class Optimizer:
             for run in self._runs_of(flat):
                 self._groups.setdefault(run.group, []).append(run)
         self._updates = {group: self._choose(group) for group in self._groups}
+        kept = buffers.flat_buffers if config.ema_decay is not None else ()
+        self.averages = [StateShard(EMA.name, flat, 0, flat.main.clone()) for flat in kept]
+        self.state += self.averages
         self.num_steps = torch.zeros((), device=next((flat.main.device for flat in buffers.flat_buffers), None))
 
     @property
@@ -101,10 +106,53 @@ class Optimizer:
             tensors = self._param_group(group, runs, factor)
             self._updates[group](tensors, self.config, lr * group.lr_mult, self.num_steps, skipped)
         self.num_steps += 1 - skipped
+        self._average(skipped)
         if self.loss_scale is not None:
             self.loss_scale.update(skipped)
         self.buffers.publish()
         return skipped
+
+    @torch.no_grad()
+    def _average(self, skipped: Tensor) -> None:
+        """Move the averages towards the updated weights; nothing changes where the update was skipped.
+
+        Of the first updates each weighs more, so that the initial weights do not stay:
+
+            decay of the t-th update = min(ema_decay, (1 + t) / (10 + t))
+        """
+        if self.config.ema_decay is None:
+            return
+        decay = ((1 + self.num_steps.double()) / (10 + self.num_steps)).clamp(max=self.config.ema_decay)
+        weight = torch.where(skipped != 0, 0.0, 1 - decay)
+        for shard in self.averages:
+            shard.values.lerp_(shard.flat.main, weight.to(shard.values.dtype))
+
+    @torch.no_grad()
+    def restart_averages(self) -> None:
+        """Let the averages begin with the current weights."""
+        for shard in self.averages:
+            shard.values.copy_(shard.flat.main)
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """While entered, let the model compute with the averages of the weights; then bit for bit with the weights."""
+        self._exchange_averages()
+        try:
+            yield
+        finally:
+            self._exchange_averages()
+
+    @torch.no_grad()
+    def _exchange_averages(self) -> None:
+        """Exchange weights and their averages, in place and piece by piece."""
+        self.buffers.settle()
+        for shard in self.averages:
+            size = CPU_CHUNK if shard.values.device.type == "cpu" else GPU_CHUNK
+            for main, average in zip(shard.flat.main.split(size), shard.values.split(size), strict=True):
+                kept = main.clone()
+                main.copy_(average)
+                average.copy_(kept)
+        self.buffers.publish()
 
     def _grad_factor(self, grad_norm: Tensor) -> Tensor | None:
         """Return the factor that clips and unscales the gradients; None where it is 1."""

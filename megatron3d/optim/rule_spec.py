@@ -33,6 +33,11 @@ class StateTensor:
         return None if self.dtype_key is None else getattr(config, self.dtype_key)
 
 
+# Moving average of the weights, next to the state of whichever rule: bytes that a step reads and writes, and FLOPs.
+EMA = StateTensor("ema")
+EMA_BYTES, EMA_FLOPS = 8 + 4, 3
+
+
 @dataclass(frozen=True)
 class UpdateRule:
     """How weights are updated by their gradients.

@@ -165,6 +165,12 @@ def add_iteration(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--iteration", type=saved_iteration, metavar="N", help=about)
 
 
+def add_weights(parser: argparse.ArgumentParser, default: str | None = "model", when: str = "") -> None:
+    """Add the option `--weights`, which chooses the weights of a checkpoint or their moving average."""
+    about = "ema: the moving average of the weights, which runs with optimizer.ema_decay store; default: model"
+    parser.add_argument("--weights", choices=("model", "ema"), default=default, help=when + about)
+
+
 @contextlib.contextmanager
 def naming_options(section: str = "data") -> Iterator[None]:
     """Raise the UserError of the body with a tool's options in place of a section's keys, which have the same names."""

@@ -44,7 +44,6 @@ from megatron3d.runtime.program import StartupPhases
 from megatron3d.train.checkpointing import (
     LoadOptions,
     SourceFormat,
-    changed_rule,
     check_continued,
     find_best,
     load_newest,
@@ -248,7 +247,7 @@ def resume(state: TrainState, identity: dict[str, JsonValue], comm: Comm, saver:
         meta = meta_of(folder, index)
         for name, saved, own in changed_fields(meta.model, state.model.arch):
             print(f"> model.{name}: {saved} in the checkpoint, {own} in this run", flush=True)
-        for line in new_state(folder, index, state) if options.optimizer and changed_rule(meta, state) else ():
+        for line in new_state(folder, index, state) if options.optimizer else ():
             print(f"> {line}", flush=True)
 
 

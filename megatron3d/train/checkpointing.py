@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron3d import __version__
 from megatron3d.checkpoint import read, store
 from megatron3d.checkpoint.async_saver import PieceSource
-from megatron3d.checkpoint.index import Meta, meta_of, read_meta
+from megatron3d.checkpoint.index import AVERAGES, READERS, Meta, meta_of, read_meta
 from megatron3d.checkpoint.pieces import param_pieces, ranges_to_write
 from megatron3d.checkpoint.publish import Best, candidates, finished_checkpoints, read_best, write_best
 from megatron3d.checkpoint.store import first_intact
@@ -143,6 +143,9 @@ def try_load(
     run_on_all_ranks(comm, lambda: metas.append(_check_compatible(folder, index, state, identity, options)))
     if options.optimizer and changed_rule(metas[0], state):
         pieces = [piece for piece in pieces if piece.name in index.tensors or piece.name.startswith("model.")]
+    restarts = not options.optimizer or lacks_averages(index, state)
+    if restarts:
+        pieces = [piece for piece in pieces if not piece.name.startswith(AVERAGES)]
     buffers.settle()
     # What no checkpoint has, the padding, becomes 0: it must not keep non-finite values after a rollback.
     tables = state.model.routers.tables()
@@ -154,6 +157,8 @@ def try_load(
     damage = read.load_on_all_ranks(source, pieces, memory, comm, replicas)
     if damage:
         return damage
+    if restarts:
+        state.optimizer.restart_averages()
     buffers.publish()
     (meta,) = metas
     state.model_type = meta.model_type
@@ -203,9 +208,13 @@ def _find_best(root: Path, iteration: int) -> Best | None:
     return best
 
 
-def load_weights(folder: Path, state: TrainState, identity: Mapping[str, JsonValue]) -> None:
-    """Load the parameters only, for sampling and evaluation; raises as `load_state`."""
-    load_state(folder, state, identity, WEIGHTS)
+def load_weights(folder: Path, state: TrainState, identity: Mapping[str, JsonValue], weights: str = "model") -> None:
+    """Load the parameters only, for sampling and evaluation; raises as `load_state`.
+
+    Args:
+        weights: what is taken as the weights, a name in `READERS`.
+    """
+    load_state(folder, state, identity, replace(WEIGHTS, source=SourceFormat(READERS[weights])))
 
 
 def model_problems(folder: Path, record: Mapping[str, JsonValue], spec: RunSpec) -> list[str]:
@@ -273,6 +282,8 @@ def _check_compatible(
             f"{folder}: saved with {rules[0]}, but this run has {rules[1]}; continue "
             "with the saved one, or set checkpoint.accept_changed=[optimizer] to begin with state that it has not at 0",
         ]
+    if options.optimizer and "optimizer" not in options.accept:
+        problems = [*problems, *_average_problems(folder, meta, index, state)]
     UserError.collect(
         [
             *problems,
@@ -286,6 +297,28 @@ def _check_compatible(
             "checkpoint.no_load_optim=true to continue without the optimizer's state"
         )
     return meta
+
+
+def _average_problems(folder: Path, meta: Meta, index: store.Index, state: TrainState) -> Iterator[str]:
+    """Yield a message where either the checkpoint or the run has moving averages of the weights."""
+    decay, section = state.spec.config.optimizer.ema_decay, meta.config.get("optimizer")
+    if lacks_averages(index, state):
+        yield (
+            f"{folder}: saved without the moving average that this run keeps with optimizer.ema_decay={decay}; leave "
+            "that out, or set checkpoint.accept_changed=[optimizer] to begin the average with the current weights"
+        )
+    saved = section.get("ema_decay") if isinstance(section, dict) else None
+    if saved is not None and decay is None:
+        yield (
+            f"{folder}: saved with optimizer.ema_decay={saved}, but this run keeps no moving average; continue with "
+            "the saved one, or set checkpoint.accept_changed=[optimizer] to drop the average"
+        )
+
+
+def lacks_averages(index: store.Index, state: TrainState) -> bool:
+    """Return whether the run keeps moving averages of the weights, and a checkpoint has none."""
+    has_none = bool(index.tensors) and not any(name.startswith(AVERAGES) for name in index.tensors)
+    return bool(state.optimizer.averages) and has_none
 
 
 def changed_rule(meta: Meta, state: TrainState) -> tuple[str, str] | None:
@@ -310,8 +343,11 @@ def _other_rules(groups: Any) -> list[dict[str, object]]:
 
 
 def new_state(folder: Path, index: store.Index, state: TrainState) -> Iterator[str]:
-    """Yield, for each kind of optimizer state, of which tensors a checkpoint with another update rule has none."""
-    held = {prefix: list[str]() for prefix, _ in _flat_memory(state) if prefix != "model"}
+    """Yield, for each kind of optimizer state, of which tensors a checkpoint with other state has none."""
+    if lacks_averages(index, state):
+        yield f"{AVERAGES.rstrip('.')}: the current weights at first, since {folder} has none"
+    kept_apart = ("model", AVERAGES.rstrip("."))
+    held = {prefix: list[str]() for prefix, _ in _flat_memory(state) if prefix not in kept_apart}
     for piece in _pieces(state):
         prefix = next((each for each in held if piece.name.startswith(f"{each}.")), None)
         if prefix is not None:

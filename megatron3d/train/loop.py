@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import TrainConfig
+from megatron3d.data.loader import BatchLoader
 from megatron3d.errors import ExitCode
 from megatron3d.metrics.timers import BATCH, EVALUATE, SAVE
 from megatron3d.runtime.program import StopSignal
@@ -216,13 +217,22 @@ def report_validation_loss(run: Run) -> float | None:
     if run.valid_data is None:
         return None
     batch_size, num_batches = run.config.train.global_batch_size, run.config.train.eval_iters
-    batches = (run.valid_data.step(index * batch_size) for index in range(num_batches))
     settings = run.step_settings(run.batches.last)
     settings = replace(settings, num_tokens=settings.num_tokens * num_batches)
-    loss, *mtp_losses = evaluate(run.state.executor, batches, settings).tolist()
+
+    def losses(data: BatchLoader) -> list[float]:
+        batches = (data.step(index * batch_size) for index in range(num_batches))
+        found: list[float] = evaluate(run.state.executor, batches, settings).tolist()
+        return found
+
+    loss, *mtp_losses = losses(run.valid_data)
+    averaged_loss: float | None = None
+    if run.config.optimizer.ema_decay is not None and run.config.train.eval_ema_weights:
+        with run.state.optimizer.averaged_weights():
+            averaged_loss = losses(run.valid_data)[0]
     if run.metrics:
-        run.metrics.evaluation(run.state.iteration, loss, mtp_losses)
-    return float(loss)
+        run.metrics.evaluation(run.state.iteration, loss, mtp_losses, averaged_loss)
+    return loss
 
 
 def is_save_due(run: Run) -> bool:

@@ -91,10 +91,20 @@ def trace(
         values |= _router_values(state, f"of step {step}", comm)
         after_step(state)
     values |= _logical(state, "main", "at the end", comm)
+    values |= _averages(state, comm)
     loss, *mtp_losses = evaluate(state.executor, [loader.step(state.consumed_samples)], settings)
     values["validation loss"] = loss
     values |= {f"validation loss {depth} further": each for depth, each in enumerate(mtp_losses, start=1)}
     return {name: value.to(CPU) for name, value in values.items()} if spec.rank == 0 else None
+
+
+def _averages(state: TrainState, comm: Comm) -> dict[str, Tensor]:
+    """Return, on rank 0, the moving averages of the weights, where the run keeps them."""
+    if not state.optimizer.averages:
+        return {}
+    with state.optimizer.averaged_weights():
+        state.buffers.settle()
+        return _logical(state, "main", "averaged", comm)
 
 
 def _logical(state: TrainState, which: str, when: str, comm: Comm) -> dict[str, Tensor]:

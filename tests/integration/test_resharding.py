@@ -53,7 +53,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
         "moe_router_enable_expert_bias": True,
         "moe_router_bias_update_rate": 0.05,
     },
-    "optimizer": {"lr": 1e-2, "clip_grad": 0.5, "lr_warmup_iters": 1},
+    "optimizer": {"lr": 1e-2, "clip_grad": 0.5, "lr_warmup_iters": 1, "ema_decay": 0.9},
 }
 
 
@@ -165,7 +165,7 @@ def read(rank: int, world_size: int, config: Config, root: Path) -> dict[str, li
     return found
 
 
-KINDS = ("model", "optimizer", "optimizer.exp_avg", "optimizer.exp_avg_sq")
+KINDS = ("model", "optimizer", "optimizer.exp_avg", "optimizer.exp_avg_sq", "optimizer.ema")
 
 
 def kind_of(name: str) -> str:

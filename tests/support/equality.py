@@ -37,7 +37,7 @@ BATCHES = ((4, 8, 16), (6, 12))
 
 TRAIN = {"precision": "fp64", "loss_chunk_tokens": 12, "bucket_mb": 0.01}
 # Adam and Lion multiply the rounding of gradients that are zero but for it by lr / eps: 1e4 here, 1e6 by default.
-OPTIMIZER = {"lr": 1e-2, "clip_grad": 0.5, "lr_warmup_iters": 1, "adam_eps": 1e-6, "lion_eps": 1e-6}
+OPTIMIZER = {"lr": 1e-2, "clip_grad": 0.5, "lr_warmup_iters": 1, "adam_eps": 1e-6, "lion_eps": 1e-6, "ema_decay": 0.8}
 # Parameters of all models that are updated otherwise.
 GROUP = {"params": ["embedding.*", "*.attention.proj.*"], "lr_mult": 0.5, "wd_mult": 2.0}
 # Update rules, by the name of a row's.
@@ -445,8 +445,9 @@ def skip_problems(state: TrainState) -> Iterator[str]:
 
 
 def updated_values(state: TrainState) -> Tensor:
-    """Return all parameters that a rank updates, concatenated."""
-    return torch.cat([values.flatten().clone() for _, _, values in state.buffers.shards("main")])
+    """Return all parameters that a rank updates and their moving averages, concatenated."""
+    averages = [shard.values for shard in state.optimizer.averages]
+    return torch.cat([*(values.flatten().clone() for _, _, values in state.buffers.shards("main")), *averages])
 
 
 @cache

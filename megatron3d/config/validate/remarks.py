@@ -65,6 +65,11 @@ FEATURES: tuple[Feature, ...] = (
         lambda facts: facts.config.optimizer.lr_decay_style == "WSD",
         _in("optimizer", "lr_wsd_decay_iters", "lr_wsd_decay_samples", "lr_wsd_decay_style"),
     ),
+    Feature(
+        "optimizer.ema_decay",
+        lambda facts: facts.config.optimizer.ema_decay is not None,
+        ("train.eval_ema_weights",),
+    ),
     Feature("checkpoint.save", lambda facts: facts.config.checkpoint.save is not None, _in("checkpoint", *SAVING)),
     Feature(
         "logging.wandb_project",

@@ -81,8 +81,9 @@ class StepSpec:
         return lower(self.pipeline.schedule)[self.coord]
 
     def state_bytes(self, rule: UpdateRule) -> int:
-        """Return the bytes of optimizer state for an element that a rule updates."""
-        return sum(rule.state_itemsizes(self.optimizer, self.local.wide))
+        """Return the bytes of optimizer state for an element that a rule updates, its moving average included."""
+        average = 0 if self.optimizer.ema_decay is None else self.local.wide
+        return sum(rule.state_itemsizes(self.optimizer, self.local.wide)) + average
 
     @property
     def zero_axes(self) -> Axes:

@@ -16,7 +16,7 @@ from megatron3d.forecast.time.layer import Machine
 from megatron3d.model.local_sizes import LocalSizes
 from megatron3d.model.param_spec import param_specs
 from megatron3d.model.spec import Architecture, pattern_length
-from megatron3d.optim.rule_spec import UpdateRule, group_of, rule_of
+from megatron3d.optim.rule_spec import EMA_BYTES, EMA_FLOPS, UpdateRule, group_of, rule_of
 from megatron3d.parallel.home_plan import home_axes, matrix_numel
 from megatron3d.parallel.matmul_plan import ring
 from megatron3d.parallel.mesh import Mesh
@@ -76,10 +76,10 @@ def update_s(
     """
     rule, device, mesh = rule_of(optimizer), machine.device, local.mesh
     if not rule.needs_matrices or rule.others is None:
-        return _elementwise_s({rule: mine}, machine)
+        return _elementwise_s({rule: mine}, machine, optimizer)
     matrices = layer_matrices(local.arch, local.mode, mesh, optimizer)
     of_matrices = num_layers * matrices.local / shards
-    seconds = _elementwise_s({rule: of_matrices, rule.others: mine - of_matrices}, machine)
+    seconds = _elementwise_s({rule: of_matrices, rule.others: mine - of_matrices}, machine, optimizer)
     axes, itemsize = home_axes(mesh), ITEMSIZES[optimizer.muon_dtype]
     at_home = max(num_layers * matrices.flops / mesh.size(axes), matrices.longest) if num_layers else 0.0
     at_home += num_layers * matrices.slab_flops
@@ -91,7 +91,9 @@ def update_s(
     return seconds + sum(machine.network.seconds(call, mesh) for call in calls)
 
 
-def _elementwise_s(elements: Mapping[UpdateRule, float], machine: Machine) -> float:
+def _elementwise_s(elements: Mapping[UpdateRule, float], machine: Machine, optimizer: OptimizerConfig) -> float:
     moved = sum(count * (machine.profile.optimizer_bytes + each.moved_bytes) for each, count in elements.items())
     flops = sum(count * each.flops for each, count in elements.items())
+    if optimizer.ema_decay is not None:
+        moved, flops = moved + EMA_BYTES * sum(elements.values()), flops + EMA_FLOPS * sum(elements.values())
     return max(machine.device.memory_bound_s(moved, 8), machine.device.matmul_bound_s(flops))
