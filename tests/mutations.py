@@ -39,6 +39,7 @@ CONTEXT = ("tests/integration/test_context.py",)
 CONTEXT_PAIRS = ("tests/unit/attention/test_attention_pairs_plan.py",)
 EXPERTS = ("tests/integration/test_expert_ranks.py",)
 OPTIMIZER = ("tests/unit/optim/test_optimizer.py",)
+NOISE = ("tests/unit/train/test_noise_scale.py",)
 EMA = ("tests/unit/optim/test_ema.py",)
 MUON = ("tests/unit/optim/test_muon.py",)
 EXPERT_EXCHANGE = ("tests/unit/experts/test_expert_exchange.py",)
@@ -115,6 +116,27 @@ MUTATIONS = [
         "average = 0 if self.optimizer.ema_decay is None else self.local.wide",
         "average = 0",
         EMA,
+    ),
+    Mutation(
+        "the loss of a small batch is divided by the tokens of the global batch",
+        "train/noise_scale.py",
+        "num_tokens=settings.num_tokens // count",
+        "num_tokens=settings.num_tokens",
+        NOISE,
+    ),
+    Mutation(
+        "the noise scale takes the norms of this rank's shards alone",
+        "train/noise_scale.py",
+        "model.comm.all_reduce(torch.stack(squares), model.comm.mesh.names).wait().sqrt()",
+        "torch.stack(squares).sqrt()",
+        NOISE,
+    ),
+    Mutation(
+        "the averages of the noise scale begin anew at each launch",
+        "train/noise_scale.py",
+        'if KEY in row and row["iteration"] <= run.state.iteration:',
+        'if KEY in row and row["iteration"] < 0:',
+        NOISE,
     ),
     Mutation(
         "matrices come back in the order of the flat buffer",

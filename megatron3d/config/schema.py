@@ -354,6 +354,15 @@ class LoggingConfig(Section, frozen=True):
         ge=1,
         also="log_params_norm log_num_zeros_in_grad",
     )
+    noise_scale_interval: int | None = key(
+        None,
+        "iterations between measurements of the gradient noise scale, each of which takes a step's forward and "
+        "backward once more; default: never",
+        ge=1,
+    )
+    noise_scale_batch_size: int | None = key(
+        None, "with noise_scale_interval: samples of the smaller batches that the global batch is divided into", ge=1
+    )
     profile: bool = key(False, "write torch.profiler traces to `profiles` of checkpoint.save")
     profile_step_start: int = key(10, "first profiled iteration", ge=1)
     profile_step_end: int = key(12, "iteration before which profiling stops", ge=2)

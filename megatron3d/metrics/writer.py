@@ -271,6 +271,10 @@ class MetricsWriter:
         """Report the tensor statistics of each layer, which the console does not show."""
         self._write({"iteration": iteration, "moments": statistics})
 
+    def noise_scale(self, iteration: int, measured: Mapping[str, float | None]) -> None:
+        """Report a measurement of the gradient noise scale."""
+        self._write({"iteration": iteration, "noise_scale": measured})
+
     def close(self) -> None:
         """Close every output."""
         if self._journal is not None:

@@ -19,6 +19,7 @@ from megatron3d.runtime.program import StopSignal
 from megatron3d.train.checkpointing import describe, source_of
 from megatron3d.train.monitor.monitor import Monitor
 from megatron3d.train.monitor.reports import job_of, oom_report
+from megatron3d.train.noise_scale import NoiseScale
 from megatron3d.train.rollback import Rollbacks
 from megatron3d.train.run import Run
 from megatron3d.train.state import check_replicas
@@ -74,7 +75,7 @@ def _train(run: Run, stop: StopSignal, stop_file: StopFile, collector: ManualGc)
     config, state, train_iters = run.config.train, run.state, run.spec.train_iters
     job = job_of(run.spec, run.runtime.device)
     monitor = Monitor(run, job)
-    limits, rollbacks = ExitLimits(run.spec), Rollbacks(run)
+    limits, rollbacks, noise = ExitLimits(run.spec), Rollbacks(run), NoiseScale(run)
     hold_update = run.saver.hold_update if run.saver else lambda: None
     stopping = False
     previous: Readout | None = None
@@ -94,11 +95,11 @@ def _train(run: Run, stop: StopSignal, stop_file: StopFile, collector: ManualGc)
             microbatches = run.train_data.step(state.consumed_samples)
         lr = run.learning_rate(batch)
         stop_requested = stop.is_requested() or limits.is_time_up or stop_file.is_found
+        is_logged = limits.is_last(state.iteration + 1) or is_due(state.iteration + 1, run.config.logging.log_interval)
         with oom_report(job):
-            settings, observer = run.step_settings(batch), monitor.begin_step()
-            is_logged = limits.is_last(state.iteration + 1) or is_due(
-                state.iteration + 1, run.config.logging.log_interval
-            )
+            settings = run.step_settings(batch)
+            noise.before_step(microbatches, settings, monitor.between_steps)
+            observer = monitor.begin_step()
             result = train_step(
                 state,
                 microbatches,
@@ -113,16 +114,15 @@ def _train(run: Run, stop: StopSignal, stop_file: StopFile, collector: ManualGc)
         # A step's numbers are read one step later, so that the host never waits for the device.
         stopping = limits.end_after(state.iteration, previous)
         monitor.end_step(result, lr, batch, is_logged=is_logged or stopping)
+        noise.after_step(result)
         collector.after_step(state.iteration)
 
         best_loss = evaluate_and_compare(run, monitor)
-
         if rollbacks.after_step(numbers):
             monitor.restart()
             previous = None
             continue
         previous = numbers
-
         if (is_save_due(run) or best_loss is not None) and not rollbacks.is_failing:
             with monitor.between_steps(SAVE):
                 save(run, best_loss)

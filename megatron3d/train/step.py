@@ -12,6 +12,7 @@ from megatron3d.data.loader import Microbatch
 from megatron3d.data.packing import PLAIN, Packing
 from megatron3d.metrics.timers import BATCH, GRADS, SCHEDULE, UPDATE
 from megatron3d.model.gpt import GPT
+from megatron3d.model.microbatch import Pass
 from megatron3d.model.router_state import RouterCounts
 from megatron3d.parallel.layout import num_copies
 from megatron3d.parallel.mesh import DATA
@@ -99,25 +100,8 @@ def train_step(
         before_update: called before the first change of weights and moments is enqueued.
         watches_routers: routers count, also where nothing in the step needs it.
     """
-    model, buffers = state.model, state.buffers
-    packing, scale = settings.packing, state.loss_scale
-    key = (settings.seed, state.iteration)
-    with observer(BATCH):
-        num_tokens, *num_ahead = valid_tokens(model, microbatches, settings)
-    passes = [
-        model.begin(
-            batch.tokens,
-            num_tokens,
-            batch.first_sample,
-            key=key,
-            loss_scale=scale.factor,
-            packing=packing,
-            starts=batch.starts,
-            all_tokens=settings.num_tokens,
-            num_ahead=num_ahead,
-        )
-        for batch in microbatches
-    ]
+    model, buffers, scale = state.model, state.buffers, state.loss_scale
+    passes = begin_passes(state, microbatches, settings, observer)
     buffers.begin_step(len(passes))
     model.routers.begin_step(watches_routers)
     with observer(SCHEDULE):
@@ -137,6 +121,32 @@ def train_step(
     state.consumed_samples += settings.num_samples
     ahead = torch.stack(mtp_losses) if mtp_losses else local[:0]
     return StepResult(loss, grad_norm, skipped, stop_requests, ahead, counts)
+
+
+def begin_passes(
+    state: TrainState,
+    microbatches: Sequence[Microbatch],
+    settings: StepSettings,
+    observer: Observer = no_observer,
+) -> list[Pass]:
+    """Return the passes of the next step's microbatches, or of some of them that make a batch of their own."""
+    model = state.model
+    with observer(BATCH):
+        num_tokens, *num_ahead = valid_tokens(model, microbatches, settings)
+    return [
+        model.begin(
+            batch.tokens,
+            num_tokens,
+            batch.first_sample,
+            key=(settings.seed, state.iteration),
+            loss_scale=state.loss_scale.factor,
+            packing=settings.packing,
+            starts=batch.starts,
+            all_tokens=settings.num_tokens,
+            num_ahead=num_ahead,
+        )
+        for batch in microbatches
+    ]
 
 
 def valid_tokens(model: GPT, microbatches: Sequence[Microbatch], settings: StepSettings) -> list[int | Tensor]:

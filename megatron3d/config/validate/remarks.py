@@ -76,6 +76,11 @@ FEATURES: tuple[Feature, ...] = (
         lambda facts: facts.config.logging.wandb_project is not None,
         ("logging.wandb_name", "logging.wandb_mode"),
     ),
+    Feature(
+        "logging.noise_scale_interval",
+        lambda facts: facts.config.logging.noise_scale_interval is not None,
+        ("logging.noise_scale_batch_size",),
+    ),
     Feature("logging.profile", lambda facts: facts.config.logging.profile, ("logging.record_memory_history",)),
     Feature(
         "data.reset_attention_mask",

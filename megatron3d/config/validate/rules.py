@@ -265,4 +265,26 @@ def batch_problems(facts: Facts) -> Iterator[str]:
         sizes_of_schedule = (sizes.pipeline, batch // step, facts.spec.num_virtual_stages)
         for problem in pipeline_sizes(config.parallel.pipeline_schedule, *sizes_of_schedule):
             yield f"{facts.named('train.global_batch_size')}: {problem}"
+    if batch % step == 0:
+        yield from _noise_scale_problems(facts, step, batch)
     yield from layout.ramp_batch_problems(facts, step)
+
+
+def _noise_scale_problems(facts: Facts, step: int, batch: int) -> Iterator[str]:
+    """Yield a message where a global batch is not a few smaller ones of microbatches of `step` samples on all ranks."""
+    logging = facts.config.logging
+    size = logging.noise_scale_batch_size
+    if logging.noise_scale_interval is None:
+        return
+    fitting = [each for each in range(step, batch, step) if batch % each == 0]
+    rule = f"the batch of {batch} samples is computed in microbatches of {step} on all data-parallel ranks"
+    if not fitting:
+        yield (
+            f"{facts.named('logging.noise_scale_interval')}: {rule}, so that there is no smaller batch to compare "
+            "with; use a smaller train.micro_batch_size, a larger train.global_batch_size, or null"
+        )
+    elif size not in fitting:
+        use = one_of([each for each in fitting if size is None or each >= size][:2] or fitting[-1:])
+        given = "without noise_scale_batch_size" if size is None else "does not divide it into these"
+        where = "logging.noise_scale_interval" if size is None else "logging.noise_scale_batch_size"
+        yield f"{facts.named(where)}: {given}; {rule}; use logging.noise_scale_batch_size {use}"
