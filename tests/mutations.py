@@ -118,6 +118,13 @@ MUTATIONS = [
         EMA,
     ),
     Mutation(
+        "an independent weight decay of a group follows its learning rate",
+        "optim/optimizer.py",
+        "decay = decay / group.lr_mult if self.config.independent_weight_decay else decay",
+        "decay = decay if self.config.independent_weight_decay else decay",
+        ("tests/unit/optim/test_optimizer.py", "-k", "independent"),
+    ),
+    Mutation(
         "the loss of a small batch is divided by the tokens of the global batch",
         "train/noise_scale.py",
         "num_tokens=settings.num_tokens // count",

@@ -49,12 +49,14 @@ class LRPhases:
     Attributes:
         counts_samples: the unit.
         warmup: of the linear warm-up; end: of warm-up and decay together; wsd_decay: of the last phase of WSD.
+        length: of the whole run.
     """
 
     counts_samples: bool
     warmup: float
     end: int
     wsd_decay: int
+    length: int
 
     def position(self, iteration: int, consumed_samples: int) -> int:
         """Return the place in the schedule of an iteration, counted from 1, after which the samples are consumed."""
@@ -241,7 +243,8 @@ class RunSpec:
             warmup, phase = ours.lr_warmup_samples, ours.lr_wsd_decay_samples
             end = ours.lr_decay_samples or samples
         length = warmup if ours.lr_warmup_fraction is None else ours.lr_warmup_fraction * end
-        return LRPhases(samples is not None, length, end, phase or max(end // 10, 1))
+        whole = self.train_iters if samples is None else samples
+        return LRPhases(samples is not None, length, end, phase or max(end // 10, 1), whole)
 
     @cached_property
     def corpus(self) -> CorpusSpec:

@@ -662,6 +662,7 @@ class OptimizerConfig(Section, frozen=True):
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = key(
         "cosine", also="lr_scheduler_type schedule lr_schedule decay_lr decay_type"
     )
+    lr_warmup_init: float = key(0.0, "learning rate that the warm-up begins with", ge=0)
     lr_warmup_iters: int = key(0, ge=0, also="warmup_iters warmup_steps lr_warmup_steps warmup")
     lr_warmup_samples: int = key(0, "with train_samples, instead of lr_warmup_iters", ge=0)
     lr_warmup_fraction: float | None = key(
@@ -687,7 +688,19 @@ class OptimizerConfig(Section, frozen=True):
     optimizer: Literal["adam", "lion", "muon"] = key(
         "adam", "update rule: AdamW; Lion; or Muon for the matrices of layers, and AdamW for all else"
     )
-    weight_decay: float = key(0.1, ge=0)
+    weight_decay: float = key(0.1, "of a step: learning rate x weight_decay x weights", ge=0)
+    start_weight_decay: float | None = key(
+        None, "instead of weight_decay, with weight_decay_incr_style: at the begin of the run", ge=0
+    )
+    end_weight_decay: float | None = key(
+        None, "instead of weight_decay, with weight_decay_incr_style: at the end of the run", ge=0
+    )
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = key(
+        "constant", "growth of the weight decay over the run"
+    )
+    independent_weight_decay: bool = key(
+        False, "weight decay of a step independent of lr: weight_decay x the schedule's fraction of lr x weights"
+    )
     param_groups: ParamGroups = key(
         (),
         "parameters that are updated otherwise, the first group whose patterns name one: factors of learning rate and "

@@ -59,7 +59,8 @@ TRAINING: Mapping[str, tuple[type[TrainConfig | OptimizerConfig], tuple[str, ...
         OptimizerConfig,
         (
             *("lr", "min_lr", "lr_decay_style", "lr_warmup_iters", "lr_decay_iters", "weight_decay"),
-            *("lr_warmup_samples", "lr_warmup_fraction", "lr_decay_samples"),
+            *("lr_warmup_samples", "lr_warmup_fraction", "lr_decay_samples", "lr_warmup_init"),
+            *("start_weight_decay", "end_weight_decay", "weight_decay_incr_style"),
             *("adam_beta1", "adam_beta2", "adam_eps", "clip_grad"),
         ),
     ),
@@ -314,9 +315,11 @@ def _read_training(arguments: Mapping[str, object]) -> tuple[dict[str, Any], lis
     names = {torch.bfloat16: "bf16", torch.float16: "fp16"}
     precision = next((name for name in names.values() if arguments.get(name)), "fp32")
     sections, notes = dict[str, Any](), list[str]()
+    is_constant = arguments.get("weight_decay_incr_style", "constant") == "constant"
+    follows = {"start_weight_decay", "end_weight_decay"} if is_constant else {"weight_decay"}
     for section, (kind, keys) in TRAINING.items():
         values: dict[str, object] = {"precision": precision} if section == "train" else {}
-        for name in keys:
+        for name in (name for name in keys if name not in follows):
             value = arguments.get(name)
             if value is None or (name == "train_iters" and arguments.get("train_samples")):  # which follow from these
                 continue

@@ -127,8 +127,9 @@ def _schedule(config: Config, meta: Meta) -> dict[str, object]:
     rates = {"max_lr": ours.lr, "min_lr": ours.min_lr, "lr_decay_style": ours.lr_decay_style}
     steps = {"lr_warmup_steps": phases.warmup * batch, "lr_decay_steps": phases.end * batch}
     steps |= {"num_steps": meta.consumed_samples, "wd_incr_steps": num_steps * batch}
-    decay = {"start_wd": ours.weight_decay, "end_wd": ours.weight_decay, "wd_incr_style": "constant"}
-    return {**rates, **steps, **decay}
+    ends = {"start_wd": ours.start_weight_decay, "end_wd": ours.end_weight_decay}
+    decay = {name: ours.weight_decay if value is None else value for name, value in ends.items()}
+    return {**rates, **steps, **decay, "wd_incr_style": ours.weight_decay_incr_style}
 
 
 def _checked_arguments(arch: Architecture) -> dict[str, object]:

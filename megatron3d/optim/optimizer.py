@@ -93,17 +93,18 @@ class Optimizer:
         """Continue to count the updates, as bias corrections need, at `num_steps`."""
         self.num_steps.fill_(num_steps)
 
-    def step(self, grad_norm: Tensor, lr: float) -> Tensor:
+    def step(self, grad_norm: Tensor, lr: float, weight_decay: float | None = None) -> Tensor:
         """Clip by the global norm and update; return 1.0 where a non-finite gradient skipped the update, else 0.0.
 
         Args:
             grad_norm: scalar, global norm of the unscaled gradients; those in the buffers are still scaled.
+            weight_decay: factor of the learning rate by which weights decay; None: the configured one.
         """
         factor = self._grad_factor(grad_norm)
         skipped = (~torch.isfinite(grad_norm)).to(torch.float32)
         self.num_steps = self.num_steps.to(skipped.device)
         for group, runs in self._groups.items():
-            tensors = self._param_group(group, runs, factor)
+            tensors = self._param_group(group, runs, factor, weight_decay)
             self._updates[group](tensors, self.config, lr * group.lr_mult, self.num_steps, skipped)
         self.num_steps += 1 - skipped
         self._average(skipped)
@@ -163,9 +164,12 @@ class Optimizer:
             return clipping
         return scale.reciprocal() if clipping is None else clipping / scale
 
-    def _param_group(self, group: GroupSpec, runs: Sequence[_Run], factor: Tensor | None) -> ParamGroup:
+    def _param_group(
+        self, group: GroupSpec, runs: Sequence[_Run], factor: Tensor | None, weight_decay: float | None
+    ) -> ParamGroup:
         """Return the tensors of a group; clip and unscale its gradients here unless its kernels do."""
-        decay = self.config.weight_decay * group.wd_mult
+        decay = group.wd_mult * (self.config.weight_decay if weight_decay is None else weight_decay)
+        decay = decay / group.lr_mult if self.config.independent_weight_decay else decay
         grads, mains = [run.flat.grad[run.where] for run in runs], [run.flat.main[run.where] for run in runs]
         states = tuple([run.states[index] for run in runs] for index in range(len(group.rule.states)))
         if factor is not None and not group.rule.scales_grads:
@@ -210,11 +214,32 @@ class Optimizer:
 def learning_rate(config: OptimizerConfig, phases: LRPhases, position: int) -> float:
     """Return the learning rate at a position of the schedule (from 1): linear warm-up, decay, then `min_lr`."""
     if position <= phases.warmup:
-        return config.lr * position / phases.warmup
+        return config.lr_warmup_init + (config.lr - config.lr_warmup_init) * position / phases.warmup
     if position > phases.end and config.lr_decay_style != "constant":
         return config.min_lr
     progress = (position - phases.warmup) / max(phases.end - phases.warmup, 1)
     return _DECAY[config.lr_decay_style](config, phases, progress, position)
+
+
+def weight_decay(config: OptimizerConfig, phases: LRPhases, position: int) -> float:
+    """Return the factor of the learning rate by which weights decay at a position of the schedule (from 1).
+
+    It grows over the whole run as Megatron-LM's.  An independent decay follows the learning rate's schedule, but not
+    its size (Loshchilov and Hutter 2019, arXiv:1711.05101; Wortsman et al. 2023, arXiv:2309.14322).
+    """
+    grows = _GROWTH.get(config.weight_decay_incr_style)
+    decay = config.weight_decay
+    if grows is not None and config.start_weight_decay is not None and config.end_weight_decay is not None:
+        start, end = config.start_weight_decay, config.end_weight_decay
+        decay = end if position > phases.length else start + (end - start) * grows(position / phases.length)
+    return decay / config.lr if config.independent_weight_decay else decay
+
+
+# Fraction of the growth of the weight decay by the fraction of the run.
+_GROWTH: Mapping[str, Callable[[float], float]] = {
+    "linear": lambda part: part,
+    "cosine": lambda part: (1 - math.cos(math.pi * part)) / 2,
+}
 
 
 def _warmup_stable_decay(config: OptimizerConfig, phases: LRPhases, progress: float, position: int) -> float:

@@ -93,7 +93,7 @@ def _train(run: Run, stop: StopSignal, stop_file: StopFile, collector: ManualGc)
         batch = run.batches.at(state.consumed_samples)
         with run.timers.observe(BATCH):
             microbatches = run.train_data.step(state.consumed_samples)
-        lr = run.learning_rate(batch)
+        lr, weight_decay = run.rates(batch)
         stop_requested = stop.is_requested() or limits.is_time_up or stop_file.is_found
         is_logged = limits.is_last(state.iteration + 1) or is_due(state.iteration + 1, run.config.logging.log_interval)
         with oom_report(job):
@@ -105,6 +105,7 @@ def _train(run: Run, stop: StopSignal, stop_file: StopFile, collector: ManualGc)
                 microbatches,
                 lr,
                 settings,
+                weight_decay=weight_decay,
                 stop_requested=stop_requested,
                 observer=observer,
                 before_update=hold_update,

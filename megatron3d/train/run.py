@@ -18,7 +18,7 @@ from megatron3d.data.ramp_plan import Batch, Batches
 from megatron3d.hardware.devices import Peak
 from megatron3d.metrics import MetricsWriter, ProcessMemory
 from megatron3d.metrics.timers import Timers
-from megatron3d.optim.optimizer import learning_rate
+from megatron3d.optim.optimizer import learning_rate, weight_decay
 from megatron3d.runtime.process import Runtime
 from megatron3d.train.state import TrainState
 from megatron3d.train.step import StepSettings
@@ -75,11 +75,12 @@ class Run:
         """The global batch of every iteration."""
         return self.spec.batches
 
-    def learning_rate(self, batch: Batch) -> float:
-        """Return the learning rate of the next step, on `batch`."""
+    def rates(self, batch: Batch) -> tuple[float, float]:
+        """Return the learning rate and the weight decay of the next step, on `batch`."""
         state, phases = self.state, self.spec.lr_phases
         position = phases.position(state.iteration + 1, state.consumed_samples + batch.num_samples)
-        return learning_rate(self.config.optimizer, phases, position)
+        config = self.config.optimizer
+        return learning_rate(config, phases, position), weight_decay(config, phases, position)
 
     def step_settings(self, batch: Batch) -> StepSettings:
         """Return the constants of a step on `batch`."""

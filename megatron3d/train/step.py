@@ -89,6 +89,7 @@ def train_step(
     lr: float,
     settings: StepSettings,
     *,
+    weight_decay: float | None = None,
     stop_requested: bool = False,
     observer: Observer = no_observer,
     before_update: Callable[[], None] = lambda: None,
@@ -97,6 +98,7 @@ def train_step(
     """Run forward and backward over the microbatches, reduce the gradients, clip and update; advance the state.
 
     Args:
+        weight_decay: factor of the learning rate by which weights decay; None: the configured one.
         before_update: called before the first change of weights and moments is enqueued.
         watches_routers: routers count, also where nothing in the step needs it.
     """
@@ -115,7 +117,7 @@ def train_step(
     grad_norm = scale.unscale(square.sqrt())
     before_update()
     with observer(UPDATE):
-        skipped = state.optimizer.step(grad_norm, lr)
+        skipped = state.optimizer.step(grad_norm, lr, weight_decay)
         model.routers.update(counts, skipped)
     state.iteration += 1
     state.consumed_samples += settings.num_samples

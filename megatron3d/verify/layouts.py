@@ -16,7 +16,7 @@ from megatron3d.config.run_spec import RunSpec
 from megatron3d.data.loader import BatchLoader
 from megatron3d.data.packing import Packing
 from megatron3d.model.router_state import is_first
-from megatron3d.optim.optimizer import learning_rate
+from megatron3d.optim.optimizer import learning_rate, weight_decay
 from megatron3d.train.state import TrainState, build_state
 from megatron3d.train.step import StepSettings, evaluate, train_step
 
@@ -81,7 +81,8 @@ def trace(
     for step in range(1, num_steps + 1):
         batch, routers.choices = loader.step(state.consumed_samples), []
         position = spec.lr_phases.position(step, step * train.global_batch_size)
-        result = train_step(state, batch, learning_rate(config.optimizer, spec.lr_phases, position), settings)
+        lr, decay = (of(config.optimizer, spec.lr_phases, position) for of in (learning_rate, weight_decay))
+        result = train_step(state, batch, lr, settings, weight_decay=decay)
         values |= _choices(routers.choices, f"of step {step}", comm)
         values |= {f"loss of step {step}": result.loss, f"gradient norm of step {step}": result.grad_norm}
         values |= {

@@ -70,6 +70,11 @@ FEATURES: tuple[Feature, ...] = (
         lambda facts: facts.config.optimizer.ema_decay is not None,
         ("train.eval_ema_weights",),
     ),
+    Feature(
+        "a warm-up of the learning rate",
+        lambda facts: facts.spec.lr_phases.warmup > 0,
+        ("optimizer.lr_warmup_init",),
+    ),
     Feature("checkpoint.save", lambda facts: facts.config.checkpoint.save is not None, _in("checkpoint", *SAVING)),
     Feature(
         "logging.wandb_project",

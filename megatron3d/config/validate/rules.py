@@ -167,8 +167,29 @@ def schedule_problems(facts: Facts) -> Iterator[str]:
             f"optimizer.lr_decay_{unit}={decay} leaves after lr_warmup_{unit} {phases.warmup:g}; "
             f"use {one_of(sorted({min(rest, 1), rest}))}"
         )
+    yield from _decay_problems(facts)
+    if optimizer.lr_warmup_init > optimizer.lr:
+        where, use = facts.named("optimizer.lr_warmup_init"), f"0 to {optimizer.lr:g}"
+        yield f"{where}: more than {plain(config, 'optimizer.lr')}, at which the warm-up ends; use {use}"
     if optimizer.min_lr > optimizer.lr:
         yield f"{facts.named('optimizer.min_lr')}: more than {plain(config, 'optimizer.lr')}; use 0 to {optimizer.lr:g}"
+
+
+def _decay_problems(facts: Facts) -> Iterator[str]:
+    """Yield a message per key of the weight decay that contradicts its growth."""
+    optimizer = facts.config.optimizer
+    style, ends = plain(facts.config, "optimizer.weight_decay_incr_style"), ("start_weight_decay", "end_weight_decay")
+    if optimizer.weight_decay_incr_style == "constant":
+        for name in (name for name in ends if getattr(optimizer, name) is not None):
+            yield f"{facts.named(f'optimizer.{name}')}: not used with {style}; use optimizer.weight_decay, or linear"
+        return
+    missing = [name for name in ends if getattr(optimizer, name) is None]
+    if missing:
+        named = " and ".join(f"optimizer.{name}" for name in missing)
+        yield f"{facts.named('optimizer.weight_decay_incr_style')}: needs {named}; set that, or use constant"
+    if facts.is_set("optimizer.weight_decay"):
+        where = facts.named("optimizer.weight_decay")
+        yield f"{where}: not used with {style}, where start_weight_decay and end_weight_decay say it; leave it out"
 
 
 # Keys of the schedule in iterations, by that in samples.

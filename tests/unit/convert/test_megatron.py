@@ -128,7 +128,7 @@ def test_a_run_of_samples_stays_one(theirs: None, tmp_path: Path) -> None:
     config = read_config(tmp_path / "run" / "config.yaml").config
     spec = RunSpec(config)
     assert (config.train.train_iters, config.train.train_samples, spec.train_iters) == (None, 83, 20)
-    assert spec.lr_phases == LRPhases(True, 8, 80, 8) and check(config, 1, 32) == []
+    assert spec.lr_phases == LRPhases(True, 8, 80, 8, 83) and check(config, 1, 32) == []
     assert convert("to-megatron", tmp_path / "run", tmp_path / "back") == 0
     common = torch.load(tmp_path / "back" / "iter_0000003" / "common.pt", weights_only=False)
     assert (common["args"].train_iters, common["args"].train_samples) == (20, 83)

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.config.run_spec import RunSpec
-from megatron3d.config.schema import Config, OptimizerConfig, TrainConfig
+from megatron3d.config.schema import Config, GroupOptions, OptimizerConfig, TrainConfig
 from megatron3d.errors import UserError
-from megatron3d.optim.optimizer import Optimizer, learning_rate
+from megatron3d.optim.optimizer import Optimizer, learning_rate, weight_decay
 from megatron3d.optim.precision import LossScale
 from megatron3d.optim.rule_spec import in_groups
 from megatron3d.parallel.layout import ParamSpec, Part
@@ -347,7 +347,9 @@ def test_rates_are_those_of_megatron_core(style: Any, length: dict[str, Any], gi
 
     Its rate after a step, which Megatron-LM uses for the next one, is that of the step here.
     """
-    ours = OptimizerConfig(lr=1.0, min_lr=0.1, lr_decay_style=style, lr_wsd_decay_style="cosine", **given_keys)
+    growth: Any = {"start_weight_decay": 0.01, "end_weight_decay": 0.3, "weight_decay_incr_style": "cosine"}
+    shape: Any = {"lr_warmup_init": 0.05, "lr_decay_style": style, "lr_wsd_decay_style": "cosine"}
+    ours = OptimizerConfig(lr=1.0, min_lr=0.1, **shape, **growth, **given_keys)
     config = Config(optimizer=ours, train=TrainConfig(global_batch_size=12, **length))
     spec, group = RunSpec(config), {"max_lr": 1.0, "min_lr": 0.1, "lr_mult": 1.0, "wd_mult": 1.0}
 
@@ -360,7 +362,8 @@ def test_rates_are_those_of_megatron_core(style: Any, length: dict[str, Any], gi
         optimizer = type("Optimizer", (), {"param_groups": [group]})()
         kind = megatron_core.core("optimizer_param_scheduler").OptimizerParamScheduler
         steps = {"wsd_decay_steps": phase, "lr_wsd_decay_style": "cosine"}
-        return kind(optimizer, 0.0, 1.0, 0.1, warmup, end, style, 0.1, 0.1, end, "constant", **steps)
+        run = length[f"train_{unit}"] * factor
+        return kind(optimizer, 0.05, 1.0, 0.1, warmup, end, style, 0.01, 0.3, run, "cosine", **steps)
 
     consumed, theirs, found, wanted = 0, scheduler(), [], []
     for iteration in range(1, spec.train_iters + 1):
@@ -371,9 +374,96 @@ def test_rates_are_those_of_megatron_core(style: Any, length: dict[str, Any], gi
         consumed += size
         theirs.step(size)
         wanted.append(group["lr"])
-        found.append(learning_rate(ours, spec.lr_phases, spec.lr_phases.position(iteration, consumed)))
+        position = spec.lr_phases.position(iteration, consumed)
+        found.append(learning_rate(ours, spec.lr_phases, position))
+        assert weight_decay(ours, spec.lr_phases, position) == pytest.approx(group["weight_decay"], abs=1e-12)
     if style != "inverse-square-root" or spec.lr_phases.warmup:
         assert found == pytest.approx(wanted, abs=1e-12)
+
+
+def megatrons_rate(style: str, step: float, warmup: float, decay: float, phase: float, init: float) -> float:
+    """Return what `OptimizerParamScheduler.get_lr` of Megatron-Core 0.16 does, for rates from 1 to 0.1."""
+    if warmup > 0 and step <= warmup:
+        return init + (1.0 - init) * step / warmup
+    if style == "constant":
+        return 1.0
+    if step > decay:
+        return 0.1
+    if style == "inverse-square-root":
+        return max(0.1, max(warmup, 1) ** 0.5 / max(step, 1) ** 0.5)
+    ratio, elapsed = (step - warmup) / (decay - warmup), max(step - (decay - phase), 0) / phase
+    coefficient = {
+        "linear": 1.0 - ratio,
+        "cosine": 0.5 * (math.cos(math.pi * ratio) + 1.0),
+        "WSD": 1.0 - math.sqrt(elapsed),
+    }[style]
+    return 0.1 + coefficient * 0.9
+
+
+def megatrons_decay(style: str, step: float, steps: float, start: float, end: float) -> float:
+    """Return what its `get_wd` does."""
+    if step > steps or style == "constant":
+        return end
+    ratio = step / steps
+    return start + (end - start) * {"linear": ratio, "cosine": 0.5 * (math.cos(math.pi * (1 - ratio)) + 1.0)}[style]
+
+
+@pytest.mark.parametrize("unit", ["iters", "samples"])
+@pytest.mark.parametrize("growth", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize("style", STYLES)
+def test_every_boundary_is_that_of_megatron(style: Any, growth: Any, unit: str) -> None:
+    """Rate and weight decay of every step of a run that is longer than its schedule, in samples on a growing batch.
+
+    The steps at the ends of warm-up, stable phase, decay and run, and those next to them, are among these.
+    """
+    factor = 12 if unit == "samples" else 1
+    warmup, decay, phase, length = 8 * factor, 60 * factor, 20 * factor, 70 * factor
+    lengths = {"lr_warmup": warmup, "lr_decay": decay, "lr_wsd_decay": phase}
+    ours = OptimizerConfig(
+        lr=1.0,
+        min_lr=0.1,
+        lr_decay_style=style,
+        lr_wsd_decay_style="minus_sqrt",
+        lr_warmup_init=0.05,
+        weight_decay_incr_style=growth,
+        **({} if growth == "constant" else {"start_weight_decay": 0.01, "end_weight_decay": 0.3}),
+        **{f"{name}_{unit}": value for name, value in lengths.items()},
+    )
+    ramp = {"rampup_batch_size": (4, 4, 240)} if unit == "samples" else {}
+    train = TrainConfig(global_batch_size=12, **{f"train_{unit}": length}, **ramp)
+    spec = RunSpec(Config(optimizer=ours, train=train))
+    start, end = (0.1, 0.1) if growth == "constant" else (0.01, 0.3)
+    consumed, positions = 0, []
+    for iteration in range(1, spec.train_iters + 5):
+        consumed += spec.batches.at(consumed).num_samples
+        place = spec.lr_phases.position(iteration, consumed)
+        positions.append(place)
+        expected = megatrons_rate(style, place, warmup, decay, phase, 0.05)
+        assert learning_rate(ours, spec.lr_phases, place) == pytest.approx(expected, abs=1e-12)
+        expected = megatrons_decay(growth, place, length, start, end)
+        assert weight_decay(ours, spec.lr_phases, place) == pytest.approx(expected, abs=1e-12)
+    assert {warmup, decay - phase, decay, length} <= {*positions} and positions[-1] > length
+
+
+def test_an_independent_decay_follows_the_schedule_and_not_the_size_of_the_rate() -> None:
+    """Without gradients a step leaves 1 - weight_decay lr(t) / lr of the weights, whatever lr is."""
+    for lr in (1e-2, 1e-4):
+        group = GroupOptions(params="other", lr_mult=0.5, wd_mult=1.0)
+        config = OptimizerConfig(
+            lr=lr, weight_decay=0.25, independent_weight_decay=True, lr_warmup_iters=4, param_groups=(group,)
+        )
+        phases = RunSpec(Config(optimizer=config)).lr_phases
+        for position, left in ((2, 1 - 0.25 / 2), (4, 1 - 0.25)):
+            _, buffers, optimizer = build(config)
+            for flat in buffers.flat_buffers:
+                flat.main.fill_(1.0)
+                flat.grad.zero_()
+            rate, decay = learning_rate(config, phases, position), weight_decay(config, phases, position)
+            optimizer.step(torch.tensor(1.0), rate, decay)
+            found = {name: set(values.tolist()) for name, _, values in buffers.shards("main") if len(values)}
+            for name, values in found.items():
+                expected = left if buffers.specs[name].decay else 1.0
+                assert [*values] == pytest.approx([expected], rel=1e-6), name
 
 
 def test_nanogpts_schedule_has_both_ends_one_later() -> None:

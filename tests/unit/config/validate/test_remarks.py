@@ -29,6 +29,7 @@ VALUES: dict[str, Any] = {
     "parallel.tp_keep_gathered_weights": True,
     "parallel.expert_load_imbalance": 1.5,
     "parallel.moe_token_dispatcher_type": "alltoall",
+    "optimizer.lr_warmup_init": 1e-5,
     "train.eval_ema_weights": False,
     "logging.noise_scale_batch_size": 3,
     "optimizer.lr_wsd_decay_iters": 70,

@@ -99,6 +99,35 @@ BROKEN = [
         "length; leave one of the two out",
     ),
     (
+        {"optimizer": {"lr_warmup_init": 0.5}},
+        1,
+        "optimizer.lr_warmup_init=0.5: more than optimizer.lr=0.0003, at which the warm-up ends; use 0 to 0.0003",
+    ),
+    (
+        {"optimizer": {"start_weight_decay": 0.5}},
+        1,
+        "optimizer.start_weight_decay=0.5: not used with optimizer.weight_decay_incr_style=constant; use "
+        "optimizer.weight_decay, or linear",
+    ),
+    (
+        {"optimizer": {"weight_decay_incr_style": "cosine", "start_weight_decay": 0.5}},
+        1,
+        "optimizer.weight_decay_incr_style=cosine: needs optimizer.end_weight_decay; set that, or use constant",
+    ),
+    (
+        {
+            "optimizer": {
+                "weight_decay_incr_style": "linear",
+                "start_weight_decay": 0.1,
+                "end_weight_decay": 0.2,
+                "weight_decay": 0.05,
+            }
+        },
+        1,
+        "optimizer.weight_decay=0.05: not used with optimizer.weight_decay_incr_style=linear, where "
+        "start_weight_decay and end_weight_decay say it; leave it out",
+    ),
+    (
         {"train": {"train_samples": 7, "train_iters": None}},
         1,
         "train.train_samples=7: fewer than the 8 of one batch; use 8 or more",
