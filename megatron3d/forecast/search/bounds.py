@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from heapq import heappop, heappush
@@ -68,25 +68,58 @@ def fewest_ranks(mode: Mode, experts: ExpertChoice) -> tuple[Mode, Mesh] | None:
     return folded, Mesh(((PIPELINE, 1), *axes), 0, folded.pieces)
 
 
-def data_axis_bound(machine: Machine, arch: Architecture, mode: Mode) -> Callable[[PipelineShare], float]:
-    """Return the least seconds of a step's data axis, embedding and head left out: all of it overlaps, which slows
-    computation down."""
-    plain = Mesh(((PIPELINE, 1), *stage_axes(mode, 1)))
-    held = ParamCounts.of(arch, mode, plain)
+class DataAxisBound:
+    """Least seconds of the data axis of steps, embedding and head left out: gradient reductions and all-gathers.
 
-    @cache
-    def once(ranks: int, data: int, is_sharded: bool) -> tuple[float, float]:
-        mesh = Mesh(((PIPELINE, ranks), *zip(DATA, (1, data), strict=True), *plain.axes[3:]))
-        counts = {axes: count * arch.num_layers // ranks for axes, count in held.layer.items()}
-        found = data_axis_time(counts, mesh, machine, is_sharded, (1, 1), math.inf)
-        return found.sums.total, found.gathers.total
+    Attributes:
+        tax: slowdown of computation by each second of them.
+    """
 
-    def least_s(share: PipelineShare) -> float:
+    def __init__(self, machine: Machine, arch: Architecture, mode: Mode, experts: ExpertChoice, weights: int) -> None:
+        """Count the parameters of ranks.
+
+        Args:
+            arch: model with one narrow expert, unless each rank has all of them.
+            weights: parameters of a layer on a rank, experts included.
+        """
+        self._plain = Mesh(((PIPELINE, 1), *stage_axes(mode, 2)))  # of which gradients are reduced over data
+        self._machine, self._num_layers, self._context = machine, arch.num_layers, self._plain.size(mode.context)
+        self._held = ParamCounts.of(arch, mode, self._plain).layer
+        self._ranks, self._experts = experts.size * experts.split, max(weights - sum(self._held.values()), 0)
+        self._once = cache(self._of_one)
+        self.tax = machine.device.comm_tax
+
+    def _of_one(self, ranks: int, data: int, is_sharded: bool) -> tuple[float, float]:
+        """Return the seconds of one reduction, and of one all-gather."""
+        axes, part = self._plain.axes[3:], self._num_layers // ranks
+        counts = {axes: count * self._num_layers // ranks for axes, count in self._held.items()}
+        meshes = [(Mesh(((PIPELINE, ranks), *zip(DATA, (1, data), strict=True), *axes)), counts)]
+        if self._ranks > 1:
+            # Ranks of an expert group are neighbours; of those with the same experts, some may be of one data rank.
+            ring, inner = data * self._context, math.prod(size for _, size in axes) // self._context
+            copies = max(inner // self._ranks, 1)
+            sizes = (DATA[1], ring * inner // (self._ranks * copies)), ("copies", copies), ("inside", self._ranks)
+            meshes.append((Mesh(((PIPELINE, ranks), *sizes)), {(DATA[1], "copies"): self._experts * part}))
+        found = [data_axis_time(held, mesh, self._machine, is_sharded, (1, 1), math.inf) for mesh, held in meshes]
+        return sum(each.sums.total for each in found), sum(each.gathers.total for each in found)
+
+    def seconds(self, share: PipelineShare) -> tuple[float, float]:
+        """Return the least seconds of all collectives of a step, and of those of one kind."""
         times = collectives_per_step(share.zero_stage, share.num_microbatches)
-        seconds = once(share.pipeline, share.data, share.zero_stage > 0)
-        return machine.device.comm_tax * sum(num * each_s for num, each_s in zip(times, seconds, strict=True))
+        each = self._once(share.pipeline, share.data, share.zero_stage > 0)
+        both = [num * each_s for num, each_s in zip(times, each, strict=True)]
+        return sum(both), max(both)
 
-    return least_s
+
+def with_data_axis(compute_s: float, waits_s: tuple[float, float], share: PipelineShare, tax: float) -> float:
+    """Return the least seconds of a step with `compute_s` of computation and `waits_s` of the data axis.
+
+    Collectives slow computation down while it hides them, and no step is shorter than those of one kind, but for the
+    last microbatches of the stages of a rank, which may all be behind the first of its reductions.
+    """
+    total_s, longest_s = waits_s
+    last = (1 - tax) * share.pipeline / share.num_microbatches
+    return max(compute_s, (1 - tax) * longest_s / (1 + last)) + tax * total_s
 
 
 @cache
@@ -191,16 +224,20 @@ class LayoutGroup(NamedTuple):
     seconds: float
     cost: LayoutBound
     share: PipelineShare
-    waits_s: float
+    along_data: DataAxisBound
     tensor: TensorChoice
     shapes: Sequence[PipelineShape]
     others: tuple[int, int, str | None, ContextChoice, ExpertChoice]
 
+    def least_s(self, schedule: tuple[str, int] | None = None) -> float:
+        """Return the bound with a schedule and stages per rank, or with any."""
+        compute_s = self.cost.least_s(self.share, schedule)
+        return with_data_axis(compute_s, self.along_data.seconds(self.share), self.share, self.along_data.tax)
+
     def bounds(self) -> Iterator[LowerBound]:
         """Yield the bound of each layout."""
         for shape in self.shapes:
-            seconds = self.cost.least_s(self.share, shape[1:]) + self.waits_s
-            yield LowerBound(seconds, (self.tensor, *shape, *self.others))
+            yield LowerBound(self.least_s(shape[1:]), (self.tensor, *shape, *self.others))
 
 
 # Of the bound of a group: bubbles of 0 may be less than that by rounding.
@@ -263,10 +300,10 @@ def _groups_with(
     arch, reduced, (mode, mesh) = spec.arch, spec.arch, folded
     if experts != TOGETHER:
         assert arch.experts is not None, "only experts are folded"
-        # One narrow expert: the gradients of experts may be reduced over no data-parallel rank.
         reduced = replace(arch, experts=replace(arch.experts, num_experts=1, ffn_hidden_size=1))
-    along_data = data_axis_bound(problem.machine, reduced, spec.mode)
-    weights = arch.num_layers * sum(ParamCounts.of(arch, mode, mesh).layer.values())
+    held = sum(ParamCounts.of(arch, mode, mesh).layer.values())
+    along_data = DataAxisBound(problem.machine, reduced, spec.mode, experts, held)
+    weights = arch.num_layers * held
     batch, load = problem.config.train.global_batch_size, problem.config.parallel.expert_load_imbalance
     rest, data = problem.num_ranks // (tensor.size * context.size), mesh.size(DATA[1:])
     shapes = groupby(pipelines(rest, arch.num_layers), key=itemgetter(0))
@@ -296,6 +333,5 @@ def _groups_with(
                     if cost.least_bytes(share) > problem.memory_bytes:
                         rejected["needs more memory than a rank has"] += len(allowed)
                         continue
-                    waits_s = along_data(share)
-                    seconds = (cost.least_s(share) + waits_s) * _ROUNDING
-                    yield LayoutGroup(seconds, cost, share, waits_s, tensor, allowed, others)
+                    group = LayoutGroup(0.0, cost, share, along_data, tensor, allowed, others)
+                    yield group._replace(seconds=group.least_s() * _ROUNDING)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -79,9 +79,11 @@ def data_axis_time(
     itemsize, sums = machine.profile.reduce_itemsize or wide, TimeBreakdown()
     tail = 0.0
     shared = mesh.zero if zero_stage else ()
+    gathered: Counter[Axes] = Counter()
     for axes, count in counts.items():
-        rest = tuple(axis for axis in axes if axis not in shared)
-        shards = tuple(axis for axis in shared if axis in axes)  # experts may be distributed over some of them
+        rest = mesh.without(axes, shared)
+        shards = mesh.without(shared, mesh.without(shared, axes))  # experts may be distributed over some of them
+        gathered[shards] += count
         pieces, whole = _reduction_calls(shards, rest, count * itemsize, mesh), TimeBreakdown()
         num_buckets = max(1.0, count * wide / bucket_bytes)
         num_calls = num_buckets if machine.profile.reduces_buckets else 1.0
@@ -89,11 +91,12 @@ def data_axis_time(
             whole = whole.plus(exposed_time(call.axes, _in_pieces_s(call, num_calls, mesh, machine)))
         sums = sums.plus(whole.scaled(times[0]))
         tail += whole.total / num_buckets
-    total = sum(counts.values())
-    gather = ring("all_gather", shared, total * machine.device.itemsize, mesh)
-    num_calls = max(1.0, total * wide / bucket_bytes) if machine.profile.reduces_buckets else 1.0
-    gather_s = times[1] * _in_pieces_s(gather, num_calls, mesh, machine) if shared else 0.0
-    gathers = exposed_time(shared, gather_s)
+    gathers = TimeBreakdown()
+    for shards, count in gathered.items():
+        gather = ring("all_gather", shards, count * machine.device.itemsize, mesh)
+        num_calls = max(1.0, count * wide / bucket_bytes) if machine.profile.reduces_buckets else 1.0
+        gather_s = times[1] * _in_pieces_s(gather, num_calls, mesh, machine) if shards else 0.0
+        gathers = gathers.plus(exposed_time(shards, gather_s))
     return DataAxisTime(sums, gathers, tail)
 
 
@@ -144,20 +147,30 @@ class ScheduleTimes:
     lasts: Mapping[int, Interval]
 
 
+def _part_left(times: Iterable[TimeBreakdown], hidden_s: float) -> float:
+    """Return the part of the collectives of a rank that `hidden_s` seconds of its computation do not hide."""
+    total_s = sum(each.total for each in times)
+    return max(0.0, 1 - hidden_s / total_s) if total_s else 0.0
+
+
 def exposed_reduction_s(each: Mapping[int, DataAxisTime], line: ScheduleTimes, hidden_s: float) -> float:
-    """Return how long reductions outlast the schedule; those of a stage start, in order, with its last backward."""
-    end = 0.0
+    """Return how long reductions outlast the schedule; those of a stage start, in order, with its last backward.
+
+    Args:
+        hidden_s: seconds of computation behind which those of all stages run before.
+    """
+    end, left = 0.0, _part_left((one.sums for one in each.values()), hidden_s)
     for stage in sorted(each, key=lambda stage: line.lasts[stage].start):
         last, found = line.lasts[stage], each[stage]
-        rest = max(0.0, found.sums.total - hidden_s)
+        rest = left * found.sums.total
         end = max(max(end, last.start) + rest, last.end + min(found.tail_s, rest))
     return max(0.0, end - line.simulated_s)
 
 
 def exposed_gather_s(each: Mapping[int, DataAxisTime], line: ScheduleTimes, hidden_s: float) -> float:
     """Return how long stages wait for their weights, which are all-gathered in order as layers need them."""
-    end, late = 0.0, 0.0
+    end, late, left = 0.0, 0.0, _part_left((one.gathers for one in each.values()), hidden_s)
     for stage in sorted(each, key=lambda stage: line.firsts[stage].start):
-        end += max(0.0, each[stage].gathers.total - hidden_s)
+        end += left * each[stage].gathers.total
         late = max(late, end - line.firsts[stage].end)
     return late

@@ -59,6 +59,22 @@ def test_bounds_are_lower_than_the_steps_of_every_folding() -> None:
     assert tried > 20
 
 
+def test_bounds_count_the_gradients_of_experts() -> None:
+    """Where each microbatch reduces them, that may be most of a step, and such layouts are not looked at first."""
+    train = {**TRAIN, "global_batch_size": 256}
+    here = replace(
+        PROBLEM, config=Config.model_validate({"model": MODEL, "train": train}), fixed=read_fixed(["zero_stage=3"])
+    )
+    bounds = [
+        bound for bound in in_order(list(layout_groups(here, Counter(), ["1d"]))) if bound.layout.experts.size == 2
+    ]
+    for bound in random.Random(0).sample(bounds, 40):
+        config = bound.layout.apply_to(here.config)
+        if not check(config, 8, 8192):
+            seconds = here.step(here.spec(config)).step_s
+            assert 0.6 * seconds < bound.seconds <= seconds, bound.layout
+
+
 def test_fixed_sizes_of_experts_are_kept() -> None:
     fixed = read_fixed(["expert_model_parallel_size=4", "expert_tensor_parallel_size=2"])
     (best,) = search(replace(PROBLEM, fixed=fixed), 1, ["1d"]).plans
