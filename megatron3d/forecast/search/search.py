@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import NoReturn
 
 from megatron3d.config.read import one_of
@@ -26,7 +27,7 @@ from megatron3d.errors import UserError
 from megatron3d.forecast.memory.step_spec import make_step_spec
 from megatron3d.forecast.search.bounds import LayoutGroup, in_order, layout_groups, reason_of
 from megatron3d.forecast.search.options import LayoutChoice, LayoutFields, TensorChoice
-from megatron3d.forecast.search.problem import NOTHING, VALUES, PlanningProblem, PredictedLayout
+from megatron3d.forecast.search.problem import NOTHING, VALUES, FixedKeys, PlanningProblem, PredictedLayout
 from megatron3d.model.linear_spec import num_parameters
 from megatron3d.model.local_sizes import KERNELS
 from megatron3d.parallel.modes import MODES
@@ -148,7 +149,7 @@ def search(
             raise
         least_s, is_stopped = -math.inf, True
     if not plans:
-        _refuse_all(problem, rejected)
+        _refuse_all(problem, rejected, modes)
     num_sure = sum(plan.step.step_s <= least_s for plan in plans)
     return SearchResult(plans, num_layouts, rejected, num_sure, is_stopped)
 
@@ -194,16 +195,45 @@ def _groups(
     return groups, False
 
 
-def _refuse_all(problem: PlanningProblem, rejected: Counter[str]) -> NoReturn:
-    """Raise UserError where no layout fits, with the reasons and the least number of ranks that the state needs."""
+def _refuse_all(problem: PlanningProblem, rejected: Counter[str], modes: Sequence[str]) -> NoReturn:
+    """Raise UserError where no layout fits, with the reasons, the least number of ranks that the state needs, and a
+    number of ranks on which a layout fits."""
     reasons = "; ".join(f"{reason} ({number} layouts)" for reason, number in rejected.most_common(3))
     state = least_state_bytes(problem)
     least = math.ceil(state / problem.memory_bytes)
     told = f"weights, gradients and optimizer alone, {state / 2**30:,.0f} GiB, need {least:,} GPUs or more"
+    if found := fewest_doubled(problem, modes, least):
+        told += f"; on {found[0]:,} GPUs fits {found[1]}"
     raise UserError(
         f"--world-size {problem.num_ranks}: no layout of this model fits; use more GPUs, another "
         f"train.global_batch_size or a smaller model ({told}; {reasons})"
     )
+
+
+# Values with which a layout needs least memory, how often ranks are doubled, and layouts that are looked at each time.
+THRIFTY = {"parallel.zero_stage": 3, "train.micro_batch_size": 1, "train.recompute_granularity": "full"}
+DOUBLINGS, LOOKED_AT = 4, 40
+
+
+def fewest_doubled(problem: PlanningProblem, modes: Sequence[str], least: int) -> tuple[int, LayoutChoice] | None:
+    """Return the first number of ranks, by doubling, on which a layout that needs little memory fits, and the layout.
+
+    Args:
+        least: ranks that the state needs at least.
+    """
+    fixed = FixedKeys(tuple((THRIFTY | dict(problem.fixed.values)).items()))
+    first = max(math.ceil(math.log2(least / problem.num_ranks)), 1)
+    for num_ranks in (problem.num_ranks * 2**times for times in range(first, first + DOUBLINGS)):
+        here = replace(problem, num_ranks=num_ranks, fixed=fixed)
+        groups = layout_groups(here, Counter(), modes[:1])
+        shares = sorted(((group.cost.least_bytes(group.share), group) for group in groups), key=itemgetter(0))
+        for _, group in shares[:LOOKED_AT]:
+            fields: LayoutFields = (group.tensor, *group.shapes[0], *group.others)
+            layout = LayoutChoice(*fields)
+            config = layout.apply_to(here.config)
+            if not check(config, num_ranks, here.vocab_size) and here.fitting_memory(here.spec(config)) is not None:
+                return num_ranks, layout
+    return None
 
 
 def least_state_bytes(problem: PlanningProblem) -> float:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.errors import UserError
 from megatron3d.forecast.search import search as searching
-from megatron3d.forecast.search.problem import PlanningProblem
+from megatron3d.forecast.search.problem import PlanningProblem, read_fixed
 from megatron3d.forecast.search.report import result_table
 from megatron3d.forecast.search.search import least_state_bytes, search
 from megatron3d.forecast.time.breakdown import TimePrediction
@@ -81,5 +83,10 @@ def test_a_model_that_fits_nowhere_says_what_its_state_needs() -> None:
     here = PlanningProblem(Config.model_validate({"model": large, "train": TRAIN}), 8192, "perlmutter", 4)
     state = 16 * num_parameters(here.spec(here.config).arch)
     assert least_state_bytes(here) == state
-    with pytest.raises(UserError, match=f" GiB, need {math.ceil(state / here.memory_bytes)} GPUs or more"):
+    least = math.ceil(state / here.memory_bytes)
+    with pytest.raises(UserError, match=f" GiB, need {least} GPUs or more; on (\\d+) GPUs fits 1d") as refused:
         search(here, 1, ["1d"])
+    (enough,) = map(int, re.findall(r"or more; on (\d+) GPUs fits", str(refused.value)))
+    assert least <= enough < 4 * least
+    fixed = read_fixed(["zero_stage=3", "micro_batch_size=1", "recompute_granularity=full"])
+    assert search(replace(here, num_ranks=enough, fixed=fixed), 1, ["1d"]).plans
