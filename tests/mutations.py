@@ -1549,8 +1549,8 @@ MUTATIONS = [
     Mutation(
         "recomputed activation is its input",
         "ops/recompute.py",
-        "            return function(*saved_x())\n\n    def pack",
-        "            return saved_x()[0]\n\n    def pack",
+        "            return function(*saved_x())\n\n    return _saving",
+        "            return saved_x()[0]\n\n    return _saving",
     ),
     Mutation(
         "weights gathered before those of their FSDP unit",

@@ -1,7 +1,7 @@
 """Operations of attention: projections, what lies between them and the core, exchanges between context ranks, the core.
 
     qkv | norms of q and k | all-gather of few key heads | clip | rotary | heads | exchange | core | gate | proj
-    down | norms of latents | q_up, kv_up | heads | exchange | core | proj                    (latent attention)
+    down | latents, each with its norm | q_up, kv_up | heads | exchange | core | proj         (latent attention)
 
 What backward holds for a moment on context ranks follows the code of `attention/context/exchanges.py`, line by line:
 
@@ -131,13 +131,14 @@ def _from_latents(local: LocalSizes, x: Stored) -> tuple[list[Operation], Heads]
     down = linear(local, DOWN, x, local.matmuls[DOWN].y * local.itemsize)
     found, up, inputs = [down], dict[str, Operation](), {Q_UP: x}
     axes = local.mesh.nontrivial(local.mode.residual[1])
-    for site, path in (("attention.q_norm", Q_UP), ("attention.kv_norm", KV_UP)):
+    for name, path in (("kv", KV_UP), ("q", Q_UP)):
         if (size := widths[path]) is not None:
-            width = local.part(size, local.mode.residual[1])
+            site, width = f"attention.{name}_norm", local.part(size, local.mode.residual[1])
             latent = Stored(site, "input", rows * width * local.itemsize)
             normed = norm(local, site, latent, rows=rows, width=width, axes=axes)
             peaks = {f"backward of {site}": size + local.residual for size in normed.peaks.values()}
-            found.append(replace(normed, peaks=peaks))
+            copied = Operation(name=f"attention.{name}_latent", reads=(down.output,), writes=(latent,))
+            found += [copied, replace(normed, peaks=peaks)]
             inputs[path] = found[-1].output
     for path, size in outputs.items():
         up[path] = linear(local, path, inputs[path], local.inner(local.num_queries * size))
@@ -238,7 +239,8 @@ def _core(local: LocalSizes, heads: Heads) -> Operation:
     arch, kv = local.arch, local.arch.kv_channels
     saves = list(_materialized(local, heads) if local.drops_whole_keys else _fused(local, heads))
     attended = _attended(local)
-    result = [Stored(CORE, "logsumexp", local.inner_tokens * local.num_queries * local.wide), *_uncut(local), attended]
+    output = next(_uncut(local), attended)
+    result = [Stored(CORE, "logsumexp", local.inner_tokens * local.num_queries * local.wide), output]
     is_plain = arch.attention_softcap is not None
     scores = Scores(
         local.sequences * local.num_queries,

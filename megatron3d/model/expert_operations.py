@@ -47,7 +47,9 @@ def expert_operations(local: LocalSizes, experts: Experts, x: Stored) -> list[Op
     parts, count = 2 if local.is_gated else 1, experts.num_experts // local.mesh.size(local.mode.experts)
     collect = list(_back_to_residual(local))
     spread = [call for call in collect if call.axes == local.mesh.nontrivial(local.mode.residual[1])]
-    whole = Operation(name="mlp.whole_rows", reads=(x,), sent=spread, sent_back=collect)
+    rows_at_home = _whole_rows(local, x)
+    made = () if rows_at_home is x else (rows_at_home,)
+    whole = Operation(name="mlp.whole_rows", reads=(x,), writes=made, sent=spread, sent_back=collect)
     each = rows / count
     one = hidden * parts * ffn * (size < local.wide)  # dW of an expert, before it is added in fp32
     weighting = [_weighting(local, rows)] if experts.applies_probs_on_input else []

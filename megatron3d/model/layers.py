@@ -184,16 +184,8 @@ class LatentAttention(Attention):
         x_MR = x_MH if self.q_norm is None else self.q_norm(q_MR[0].contiguous())
         if at.cached and not self.context:
             values_MF = self.attend_latents(self.q_up(x_MR), c_MR, k_MP, at, at.cached)
-        elif self.recomputes_up and not at.cached:
-            k_MP = whole_features(k_MP, self.plan, self.comm)
-            with at.reads_input():
-                values_MF = recomputed_attention(self.project_up, x_MR, c_MR, k_MP, at.saving(None))
         else:
-            with at.reads_input():
-                q_MF = self.q_up(x_MR)
-            inputs = q_MF, self.kv_up(c_MR), whole_features(k_MP, self.plan, self.comm), at
-            attend_up = partial(recomputed_attention, self.attend_up) if self.recomputes_core else self.attend_up
-            values_MF = attend_up(*inputs)
+            values_MF = self.from_latents(x_MR, c_MR, whole_features(k_MP, self.plan, self.comm), at)
         if self.gate_proj is not None:
             with at.reads_input():
                 gate_MF = self.gate_proj(x_MH)
@@ -201,8 +193,18 @@ class LatentAttention(Attention):
         y_MH: Tensor = self.proj(values_MF)
         return y_MH
 
-    def project_up(self, x_MR: Tensor, c_MR: Tensor, k_MP: Tensor, at: Pass, kept: KeptResult) -> Tensor:
+    def from_latents(self, x_MR: Tensor, c_MR: Tensor, k_MP: Tensor, at: Pass) -> Tensor:
         """Return attention's output [M, F] from what queries are projected of, the latent, and the rotary key."""
+        with at.reads_input():
+            if self.recomputes_up and not at.cached:
+                return recomputed_attention(self.project_up, x_MR, c_MR, k_MP, at.saving(None))
+            q_MF = self.q_up(x_MR)
+        attend_up = partial(recomputed_attention, self.attend_up) if self.recomputes_core else self.attend_up
+        y_MF: Tensor = attend_up(q_MF, self.kv_up(c_MR), k_MP, at)
+        return y_MF
+
+    def project_up(self, x_MR: Tensor, c_MR: Tensor, k_MP: Tensor, at: Pass, kept: KeptResult) -> Tensor:
+        """Return what `from_latents` does, in one function that is recomputed."""
         return self.attend_up(self.q_up(x_MR), self.kv_up(c_MR), k_MP, at, kept)
 
     def attend_up(self, q_MF: Tensor, kv_MF: Tensor, k_MP: Tensor, at: Pass, kept: KeptResult | None = None) -> Tensor:

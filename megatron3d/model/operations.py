@@ -80,8 +80,9 @@ def embedding_operations(local: LocalSizes) -> list[Operation]:
     live = plan.on(local.mesh)
     rows = local.part(local.num_tokens, live.m)
     saves = [Stored("embedding", "rows", rows * (INDEX + 1 if live.k else INDEX))]
-    # Positions that restart are a view of a kept tensor.
-    if arch.position_embedding_type == "learned_absolute" and not local.resets_positions:
+    # Positions that restart are a view of a kept tensor, unless context ranks cut theirs from it.
+    is_view = local.resets_positions and not local.mode.context
+    if arch.position_embedding_type == "learned_absolute" and not is_view:
         saves.append(Stored("embedding", "positions", local.tokens * INDEX))
     table = Operation(
         name="embedding",

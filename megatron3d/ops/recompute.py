@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -70,20 +71,37 @@ def recompute_from_input(function: Callable[[Tensor], Tensor], x: Tensor, y: Ten
     """Return a context in which autograd saves x instead of y = function(x), and recomputes y in backward."""
     if not torch.is_grad_enabled():
         return contextlib.nullcontext()
-    storage, saved_x = y.untyped_storage()._cdata, saved_by_autograd(x)
+    saved_x = saved_by_autograd(x)
 
     def compute() -> Tensor:
         with torch.no_grad():
             return function(*saved_x())
 
-    def pack(saved: Tensor) -> Tensor | Callable[[], Tensor]:
-        return compute if saved.untyped_storage()._cdata == storage and saved.shape == y_shape else saved
+    return _saving_instead(_identity(y), lambda: compute)
 
-    def unpack(packed: Tensor | Callable[[], Tensor]) -> Tensor:
+
+Brings = Callable[[], Tensor]
+
+
+def _identity(y: Tensor) -> tuple[int, torch.Size]:
+    return y.untyped_storage()._cdata, y.shape
+
+
+def _saving_instead(y: tuple[int, torch.Size], instead: Callable[[], Brings]) -> AbstractContextManager[None]:
+    """Return a context in which autograd saves `instead()`, which brings a tensor, in the place of that tensor y.
+
+    It saves others as it would outside of the context, where they may be offloaded.
+    """
+    outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+    def pack(saved: Tensor) -> Tensor | Brings:
+        if _identity(saved) == y:
+            return instead()
+        return saved if outer is None else partial(outer[1], outer[0](saved))
+
+    def unpack(packed: Tensor | Brings) -> Tensor:
         return packed if isinstance(packed, Tensor) else packed()
 
-    y_shape = y.shape
-    del x, y
     hooks: AbstractContextManager[None] = saved_tensors_hooks(pack, unpack)
     return hooks
 
@@ -96,23 +114,18 @@ class OutputAgain:
 
     def __init__(self, function: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> None:
         self._function, self._saved_x = function, saved_by_autograd(x)
-        self._storage, self._shape = y.untyped_storage()._cdata, y.shape
+        self._identity = _identity(y)
         self._y: Tensor | None = None
         self._num_needed = 0
 
     def context(self) -> AbstractContextManager[None]:
         """Return a context in which y lives and is not saved."""
 
-        def pack(saved: Tensor) -> Tensor | OutputAgain:
-            if saved.untyped_storage()._cdata != self._storage or saved.shape != self._shape:
-                return saved
+        def needed() -> Brings:
             self._num_needed += 1
-            return self
+            return self.again
 
-        def unpack(packed: Tensor | OutputAgain) -> Tensor:
-            return packed if isinstance(packed, Tensor) else packed.again()
-
-        return saved_tensors_hooks(pack, unpack)
+        return _saving_instead(self._identity, needed)
 
     def again(self) -> Tensor:
         """Return y."""

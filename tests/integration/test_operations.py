@@ -13,7 +13,8 @@ from megatron3d.model.local_sizes import LocalSizes
 from megatron3d.model.operation import Operation
 from tests.support import operation_record
 from tests.support.covering import Row
-from tests.support.equality import MODELS, VOCAB_SIZE, configure
+from tests.support.equality import MODELS, NUM_RANKS, VOCAB_SIZE, configure
+from tests.support.latent_rows import CASES, latent_config
 from tests.support.layout_rows import NORM_ROWS, ROWS, build, name_of, pick
 from tests.support.operation_record import problems
 
@@ -32,6 +33,19 @@ def test_operations_are_those_of_the_step(place: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("row", NORM_ROWS, ids=lambda row: f"{'-'.join(row['form'])}-{row['model']}")
 def test_operations_with_norms_that_are_recomputed(row: Row, tmp_path: Path) -> None:
     _, config, num_ranks = build(row, tmp_path)
+    assert problems(RunSpec(config, num_ranks, VOCAB_SIZE, num_ranks - 1)) == []
+
+
+@pytest.mark.parametrize("place", range(len(CASES)))
+def test_operations_of_latent_attention(place: int) -> None:
+    assert problems(RunSpec(latent_config(place), NUM_RANKS, VOCAB_SIZE, NUM_RANKS - 1)) == []
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_learned_positions_that_restart_are_kept_where_context_ranks_cut_them(num_ranks: int) -> None:
+    """On one context rank they are a view of those of the microbatch."""
+    model, parallel = next(iter(MODELS.values())), {"context_parallel_size": num_ranks}
+    config = configure(model, parallel, "positions restart", micro_batch_size=2, global_batch_size=2)
     assert problems(RunSpec(config, num_ranks, VOCAB_SIZE, num_ranks - 1)) == []
 
 

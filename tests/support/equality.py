@@ -240,10 +240,11 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
 # Families whose attention other models have as well, so that they need not meet every exchange with documents.
 SIMILAR_ATTENTION = frozenset({"OLMo 3's layers", "Nemotron's norms and MLP, GPT-NeoX's residual"})
 # Documents packed into sequences, about four in each.
+PACKED: Mapping[str, Any] = {"reset_attention_mask": True, "mean_document_length": 2}
 DOCUMENTS: Mapping[str, dict[str, Any]] = {
     "one": {},
-    "positions restart": {"reset_attention_mask": True, "reset_position_ids": True, "eod_mask_loss": True},
-    "positions go on": {"reset_attention_mask": True},
+    "positions restart": {**PACKED, "reset_position_ids": True, "eod_mask_loss": True},
+    "positions go on": {**PACKED},
 }
 DOCUMENT_KEYS = frozenset(key for keys in DOCUMENTS.values() for key in keys)
 # Latent attention, which rows of its own compare.

@@ -27,9 +27,11 @@ from megatron3d.forecast.memory.activations import modules_of
 from megatron3d.forecast.memory.step_spec import StepSpec, make_step_spec
 from megatron3d.linear.overlap_plan import in_rounds
 from megatron3d.model.local_sizes import LocalSizes
+from megatron3d.model.microbatch import Pass
 from megatron3d.model.operation import Operation, Stored, kept_by
 from megatron3d.model.operations import ahead_operations, embedding_operations, head_operations, layer_operations
 from megatron3d.parallel.matmul_plan import Traffic, flows
+from megatron3d.parallel.mesh import Axes
 from megatron3d.train.state import build_state
 from megatron3d.verify.dry_run import microbatches, tensors_by_kind
 from megatron3d.verify.flop_memory_meter import FlopMemoryMeter
@@ -141,11 +143,12 @@ class ModuleRecord(FlopMemoryMeter):
     def _follow(self, args: Any, out: Any) -> None:
         """Note which module makes a storage, and which others read it."""
         where = self.where
-        for leaf in tree_leaves(args):
-            if isinstance(leaf, Tensor) and (found := self._storage(leaf)):
-                found.readers.setdefault(where)
+        read = [found for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and (found := self._storage(leaf))]
+        for found in read:
+            found.readers.setdefault(where)
         for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor) and (found := self._storage(leaf)) and not found.made_by:
+            found = self._storage(leaf) if isinstance(leaf, Tensor) else None
+            if found and not found.made_by and found not in read:  # a view makes nothing
                 found.made_by.append(where)
                 self.order.setdefault(where)
 
@@ -400,11 +403,21 @@ def _run(spec: RunSpec) -> tuple[ModuleRecord, StepSpec]:
         tables = [tensor for each in at.rotary for tensor in each]
         targets = [at.target, *(each.target for each in at.ahead)]
         labels = [target.labels_M for target in targets if target]
+        known = [*model.parameters(), *held, *tables, *labels, *_places(at, state.spec.mode.inner[0])]
         shape, dtype = (local.tokens, local.hidden), next(model.parameters()).dtype
         inputs = [
             None if each.has_embedding else torch.empty(shape, dtype=dtype).requires_grad_() for each in model.stages
         ]
-        with ModuleRecord(model, recorder, [*model.parameters(), *held, *tables, *labels]) as record:
+        with ModuleRecord(model, recorder, known) as record:
             for stage, x_MH in zip(model.stages, inputs, strict=True):
                 record.run(partial(model, stage, x_MH, at), x_MH)
     return record, make_step_spec(spec)
+
+
+def _places(at: Pass, tokens: Axes) -> Iterator[Tensor]:
+    """Yield the positions of a microbatch in its documents, and the indices of those of each context rank."""
+    if at.documents and at.documents.positions_BS is not None:
+        yield at.documents.positions_BS
+    if (held := at.held_by(tokens)) is not None:
+        order = held.among(0, at.order.num_ranks)
+        yield from (held.mine_BL, order.rank_BS, order.row_BS, order.place_CBL)

@@ -22,7 +22,14 @@ from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.data.loader import BatchLoader
 from megatron3d.ops import recompute as offload
-from megatron3d.ops.recompute import ActivationOffload, SideStream, SideWork, host_memory, recompute_from_input
+from megatron3d.ops.recompute import (
+    ActivationOffload,
+    OutputAgain,
+    SideStream,
+    SideWork,
+    host_memory,
+    recompute_from_input,
+)
 from megatron3d.train.state import build_state
 from megatron3d.train.step import StepSettings, train_step
 from megatron3d.verify.layouts import RandomSamples
@@ -143,7 +150,14 @@ def recomputed_core(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     return recomputed_attention(core, x) @ w, results.pop()
 
 
-@pytest.mark.parametrize("compute", [recomputed_activation, recomputed_core])
+def recomputed_norm(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a layer's output, and what is saved next to the output of a norm that is recomputed."""
+    y, beside = torch.tanh(x), x.sin()
+    with OutputAgain(torch.tanh, x, y).context():
+        return (y * beside) @ w, beside
+
+
+@pytest.mark.parametrize("compute", [recomputed_activation, recomputed_core, recomputed_norm])
 def test_what_recomputation_starts_from_leaves_the_device(
     compute: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
 ) -> None:
@@ -230,6 +244,16 @@ def test_parameters_stay_in_place() -> None:
     torch.testing.assert_close(x.grad, w.detach().sum(0).expand(SIZE, SIZE))
 
 
+LATENT = {
+    "family": "llama",
+    "kv_channels": None,
+    "multi_latent_attention": True,
+    "kv_lora_rank": 8,
+    "qk_head_dim": 4,
+    "qk_pos_emb_head_dim": 2,
+    "v_head_dim": 4,
+}
+FROM_LATENTS = "norms, and attention from its latents"  # with no latent of queries, which read a norm's output
 RUNS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "one process": (1, {}, {}),
     "selective": (1, {}, {"recompute_granularity": "selective"}),
@@ -242,6 +266,11 @@ RUNS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
         {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp_act"]},
     ),
     "tensor": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}, {}),
+    FROM_LATENTS: (
+        2,
+        {"context_parallel_size": 2},
+        {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mla_up_proj", "layernorm"]},
+    ),
 }
 
 
@@ -265,6 +294,7 @@ def two_steps(rank: int, world_size: int, config: Config, offloads: bool) -> lis
 def test_runs_with_offloading_are_equal(name: str) -> None:
     num_ranks, parallel, train = RUNS[name]
     model = {"num_layers": 4, "hidden_size": 16, "num_attention_heads": 4, "seq_length": 8, "hidden_dropout": 0.1}
+    model |= LATENT if name == FROM_LATENTS else {}
     sizes = {"precision": "fp64", "micro_batch_size": 1, "global_batch_size": 8}
     config = Config.model_validate({"model": model, "parallel": parallel, "train": {**sizes, **train}})
     plain, offloaded = (run_turns(two_steps, num_ranks, config, each) for each in (False, True))
