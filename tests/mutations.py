@@ -41,6 +41,7 @@ EXPERTS = ("tests/integration/test_expert_ranks.py",)
 OPTIMIZER = ("tests/unit/optim/test_optimizer.py",)
 NOISE = ("tests/unit/train/test_noise_scale.py",)
 EMA = ("tests/unit/optim/test_ema.py",)
+QK_CLIP = ("tests/unit/optim/test_qk_clip.py",)
 MUON = ("tests/unit/optim/test_muon.py",)
 EXPERT_EXCHANGE = ("tests/unit/experts/test_expert_exchange.py",)
 ROUTER_PROOFS = ("tests/integration/test_router_proofs.py", "-k", "sequences")
@@ -158,6 +159,27 @@ MUTATIONS = [
         "return self._copy_index(rank, copies) == self._copy_index(matrix.home, copies)",
         "return True",
         MUON,
+    ),
+    Mutation(
+        "QK-clip goes by the logits of this rank's sequences",
+        "optim/qk_clip.py",
+        'largest = comm.all_reduce(largest, mesh.without(mesh.names, (PIPELINE,)), "max").wait()',
+        "pass",
+        ARRAY,
+    ),
+    Mutation(
+        "rotated queries of latent attention shrink as the others",
+        "optim/qk_clip.py",
+        "torch.cat((plain**alpha, rotated), dim=1)",
+        "torch.cat((plain**alpha, rotated**alpha), dim=1)",
+        QK_CLIP,
+    ),
+    Mutation(
+        "QK-clip clips after a skipped update",
+        "optim/qk_clip.py",
+        "(largest > threshold) & (skipped == 0)",
+        "largest > threshold",
+        QK_CLIP,
     ),
     Mutation(
         "a slab is divided by its own norm",

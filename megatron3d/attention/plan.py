@@ -326,6 +326,18 @@ def _joined(whole: Iterable[Pair]) -> Iterator[Pair]:
 # Where attention weights have dropout: the longest sequence whose scores are kept for backward, and the queries of a
 # piece of longer ones, whose scores are recomputed.
 DROPOUT_ROWS, DROPOUT_PIECE = 1024, 256
+# Queries whose largest logit is searched for at once.
+LOGITS_PIECE = 128
+
+
+def logit_pieces(positions: Sequence[int], window: int | None) -> Iterator[tuple[Span, range]]:
+    """Yield the rows of queries at these ascending positions whose largest logit is searched at once, and the keys."""
+    for low in range(0, len(positions), LOGITS_PIECE):
+        high = min(low + LOGITS_PIECE, len(positions))
+        first = 0 if window is None else max(0, positions[low] - window + 1)
+        yield (low, high), range(first, positions[high - 1] + 1)
+
+
 Starts = tuple[int, ...]
 """First positions of the documents of a sequence after its first document, ascending."""
 

@@ -124,9 +124,13 @@ class RunSpec:
         return GPU_LOSS_CHUNK if on_gpu else CPU_LOSS_CHUNK
 
     def compiles(self, on_gpu: bool) -> bool:
-        """Return whether layers are compiled: as configured, by default on GPUs, unless norms are recomputed."""
+        """Return whether layers are compiled: as configured, by default on GPUs.
+
+        By default not where norms are recomputed, or logits of attention recorded.
+        """
         setting = self.config.train.compile
-        return on_gpu and LAYERNORM not in self.recompute.chosen if setting == "auto" else setting
+        fits = LAYERNORM not in self.recompute.chosen and not self.config.optimizer.qk_clip
+        return on_gpu and fits if setting == "auto" else setting
 
     # Tensor parallelism
 

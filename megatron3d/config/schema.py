@@ -744,6 +744,11 @@ class OptimizerConfig(Section, frozen=True):
     muon_extra_scale_factor: float = key(
         0.2, "further factor of an update; 0.2 with spectral gives it the size of AdamW's, for the same lr", gt=0
     )
+    qk_clip: bool = key(
+        False, "after an update, scale queries and keys of heads whose largest logit is above qk_clip_threshold"
+    )
+    qk_clip_threshold: float = key(100.0, gt=0, also="qk_clip_tau")
+    qk_clip_alpha: float = key(0.5, "exponent of the factor of queries; keys have the rest", ge=0, le=1)
     muon_max_home_elements: int = key(
         2**28,
         "larger matrices are divided among all ranks of a pipeline stage, which sum Gram matrices in each iteration",

@@ -30,10 +30,30 @@ from megatron3d.attention.context.plan import (
     head_axes,
     key_copies,
 )
-from megatron3d.attention.plan import DROPOUT_PIECE, DROPOUT_ROWS, LONGEST, Kind, Pair, cut, latent_traffic
+from megatron3d.attention.plan import (
+    DROPOUT_PIECE,
+    DROPOUT_ROWS,
+    LOGITS_PIECE,
+    LONGEST,
+    Kind,
+    Pair,
+    cut,
+    latent_traffic,
+    logit_pieces,
+)
 from megatron3d.model.linear_spec import DOWN, GATE, KV_UP, PROJ, Q_UP, QKV
 from megatron3d.model.local_sizes import LocalSizes
-from megatron3d.model.operation import INDEX, MemoryKernel, Operation, Scores, Stored, hash_bytes, linear, norm
+from megatron3d.model.operation import (
+    INDEX,
+    LocalGemm,
+    MemoryKernel,
+    Operation,
+    Scores,
+    Stored,
+    hash_bytes,
+    linear,
+    norm,
+)
 from megatron3d.model.spec import CORE_ATTN
 from megatron3d.parallel.matmul_plan import Traffic
 
@@ -44,6 +64,7 @@ Heads = dict[str, Stored]  # q, k and v on their way to the core
 def attention_operations(local: LocalSizes, x: Stored) -> list[Operation]:
     """Return the operations of attention on x."""
     found, heads = _from_latents(local, x) if local.arch.is_latent else _from_qkv(local, x)
+    found += [_largest_logits(local, heads)] if local.records_logits else []
     found += [_layout(local), *_exchange(local, heads), _core(local, heads)]
     if local.arch.attention_output_gate:
         found += _gate_of_latents(local, x, found[-1].output) if local.arch.is_latent else _gate(local, found)
@@ -166,6 +187,30 @@ def _from_latents(local: LocalSizes, x: Stored) -> tuple[list[Operation], Heads]
         kernels=[MemoryKernel("rotary", share * counts[name]) for name in ("q", "k") if share],
     )
     return [*found, joined], heads
+
+
+def _largest_logits(local: LocalSizes, heads: Heads) -> Operation:
+    """Return the search for each head's largest logit, in pieces of the queries, over keys that were gathered.
+
+    Keys are copied three times for a moment: for each head, in order of the heads, and transposed.
+    """
+    arch, mode, width = local.arch, local.mode, local.arch.kv_channels
+    gathered = local.inner(local.num_groups * width) * (local.mesh.size(mode.context) - 1)
+    each = local.sequences * arch.seq_length * local.num_queries * width * local.itemsize
+    piece = min(LOGITS_PIECE, local.positions) * arch.seq_length
+    logits = local.sequences * local.num_queries * piece * local.itemsize
+    positions = [place for chunk in local.order.chunks(arch.seq_length) for place in range(*chunk)]
+    window = None if local.window is None or local.window >= arch.seq_length else local.window
+    pairs = sum((high - low) * len(keys) for (low, high), keys in logit_pieces(positions, window))
+    return Operation(
+        name="attention.largest_logits",
+        reads=(heads["q"], heads["k"]),
+        module=CORE_ATTN,
+        gemms=(LocalGemm(pairs / arch.seq_length, arch.seq_length, width, local.sequences * local.num_queries),),
+        flops=2 * width * local.sequences * local.num_queries * pairs,
+        sent=(Traffic("all_gather", mode.context, gathered),) if gathered else (),
+        forward_peaks={"logits of queries": 3 * each + logits + piece * _MASK_BYTES},
+    )
 
 
 def _layout(local: LocalSizes) -> Operation:

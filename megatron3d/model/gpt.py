@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from megatron3d.attention.context.order import cut_positions, held_positions
 from megatron3d.attention.context.plan import CONTEXT_EXCHANGES, TokenOrder
 from megatron3d.attention.kv_cache import CacheView, KVCache
+from megatron3d.attention.largest_logits import LargestLogits
 from megatron3d.attention.rotary import PositionTables, rotary_tables, temperature_table
 from megatron3d.comm.interface import Comm
 from megatron3d.data.packing import PLAIN, Packing, Starts
@@ -51,6 +52,7 @@ class GPT(nn.Module):
 
     Attributes:
         stage_specs: for each of this rank's stages, the layout of its parameters by their path in the module tree.
+        logits: largest logits of attention, where passes record them.
         routers: state of the routers, without memory: its `allocate` is to be called before the first pass.
     """
 
@@ -69,6 +71,7 @@ class GPT(nn.Module):
         compiles: bool = False,
         context_exchange: str = CONTEXT_EXCHANGES[0],
         gemm: Gemm = NATIVE,
+        records_logits: bool = False,
     ) -> None:
         super().__init__()
         self.arch, self.mode = arch, mode
@@ -82,6 +85,7 @@ class GPT(nn.Module):
         needs_queue = splits_backward or overlaps_reduction
         self.wgrads = WgradQueue(self.main_grads, overlaps_reduction) if needs_queue else None
         self.routers = RouterState(arch)
+        self.logits = LargestLogits() if records_logits else None
         build = Build(
             arch=arch,
             mode=mode,
@@ -96,6 +100,7 @@ class GPT(nn.Module):
             context_exchange=context_exchange,
             routers=self.routers,
             gemm=gemm,
+            logits=self.logits,
         )
         self.recompute, self.offload = recompute, ActivationOffload()
         if EMBEDDING in self.specs:

@@ -6,7 +6,7 @@ Letters: M tokens, H hidden, F inner features, B sequences, S positions, N heads
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,9 @@ from megatron3d.attention.context.attention import (
     context_attention,
     recomputed_attention,
 )
+from megatron3d.attention.context.exchanges import gather_positions
 from megatron3d.attention.kv_cache import CacheView
+from megatron3d.attention.largest_logits import largest_logits
 from megatron3d.attention.packed import Visible
 from megatron3d.attention.pairs import VANILLA, Drop, Softmax
 from megatron3d.attention.rotary import PositionTables, rotate
@@ -61,6 +63,9 @@ class Attention(nn.Module):
         self.heads = AttentionHeads(
             arch.num_attention_heads, arch.num_query_groups, arch.kv_channels, heads_axes, build.comm
         )
+        self.logits = build.logits
+        if self.logits is not None:
+            self.logits.heads[name] = self.heads
         self.add_projections(layer, build)
         self.softcap, self.has_sinks = arch.attention_softcap, arch.softmax_type != VANILLA
         self.sinks = build.optional(f"{name}.sinks")
@@ -127,6 +132,8 @@ class Attention(nn.Module):
         q = q if self.query_scale == 1 else q * self.query_scale
         if self.has_temperature:
             q = (q * self.tables(at, -1)[0]).to(q.dtype)
+        if self.logits is not None and torch.is_grad_enabled():
+            self.logits.record(self.site, self.largest_logits(q.detach(), k.detach(), at))
         softmax = self.softmax(q)
         among_ranks = partial(ContextAttention, self.heads.comm, at.order, self.heads, at.seq_length, softmax=softmax)
         if at.cached and self.context:
@@ -144,6 +151,18 @@ class Attention(nn.Module):
             inputs = among_ranks(visible or Visible(), drop, kept=kept, held=at.held_by(self.tokens))
             return context_attention(q, k, v, self.exchange, inputs)
         return attention(q, k, v, self.heads, drop, visible=visible, softmax=softmax)
+
+    def largest_logits(self, q: Tensor, k: Tensor, at: Pass) -> Tensor:
+        """Return the largest logit [N] of each head of queries [B, S, N, D] and keys [B, S, G, D]."""
+        visible = at.visible(self.window, self.tokens) or Visible()
+        positions: list[Sequence[int]] = [range(at.seq_length)]
+        k_BGSD, held, rank = k.transpose(1, 2), at.held_by(self.tokens), at.order.mesh.index(self.context)
+        if self.context:
+            inputs = ContextAttention(self.heads.comm, at.order, self.heads, at.seq_length, visible, held=held)
+            k_BGSD = gather_positions(k, self.context, inputs.all_positions, self.heads.comm)
+            chunks = [at.order.chunks(at.seq_length)] if held is None else [each[rank] for each in held.chunks]
+            positions = [[place for chunk in each for place in range(*chunk)] for each in chunks]
+        return largest_logits(q.transpose(1, 2), k_BGSD[:, self.heads.group_of_query], positions, visible)
 
     def softmax(self, q: Tensor) -> Softmax:
         """Return how the scores of queries [B, S, N, D] become weights."""

@@ -134,6 +134,7 @@ class LocalSizes:
         expert_load: rows of this rank's experts, in multiples of those of a balanced load.
         loss_chunk: largest chunk of tokens whose logits exist at a time.
         is_compiled: the compiler makes one kernel of the operations between linears.
+        records_logits: forward finds the largest logit of each head.
     """
 
     arch: Architecture
@@ -152,6 +153,7 @@ class LocalSizes:
     expert_load: float = 1.0
     loss_chunk: LossChunk = CPU_LOSS_CHUNK
     is_compiled: bool = False
+    records_logits: bool = False
 
     @cached_property
     def listed(self) -> dict[str, Any]:

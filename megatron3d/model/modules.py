@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron3d.attention.context.plan import CONTEXT_EXCHANGES
+from megatron3d.attention.largest_logits import LargestLogits
 from megatron3d.comm.interface import Comm
 from megatron3d.linear.collectives import PrefetchedWeight
 from megatron3d.linear.gemm import NATIVE, Gemm
@@ -51,6 +52,7 @@ class Build:
         context_exchange: exchange of keys and values between context ranks.
         routers: state of routers; None: there are none.
         gemm: recipe of the linears' GEMMs.
+        logits: largest logits of attention; None: they are not recorded.
     """
 
     arch: Architecture
@@ -66,6 +68,7 @@ class Build:
     context_exchange: str = CONTEXT_EXCHANGES[0]
     routers: RouterState | None = None
     gemm: Gemm = NATIVE
+    logits: LargestLogits | None = None
 
     def plan(self, plan: MatmulPlan) -> MatmulPlan:
         """Return the plan without axes of size 1."""

@@ -17,6 +17,7 @@ from megatron3d.optim.homes import MatrixExchange
 from megatron3d.optim.lion import choose_lion
 from megatron3d.optim.muon import update_with_muon
 from megatron3d.optim.precision import PRECISIONS, LossScale
+from megatron3d.optim.qk_clip import QKClip
 from megatron3d.optim.rule_spec import EMA, GroupSpec, groups_of, rule_of
 from megatron3d.zero import Buffers, FlatBuffer
 
@@ -66,11 +67,19 @@ class Optimizer:
 
     Attributes:
         state: state tensors of this rank.
+        qk_clip: what scales queries and keys after an update; None: nothing.
         averages: those of them that are moving averages of the weights; none without `ema_decay`.
         num_steps: number of updates so far, skipped ones not counted.
     """
 
-    def __init__(self, buffers: Buffers, config: OptimizerConfig, loss_scale: LossScale | None = None) -> None:
+    def __init__(
+        self,
+        buffers: Buffers,
+        config: OptimizerConfig,
+        loss_scale: LossScale | None = None,
+        qk_clip: QKClip | None = None,
+    ) -> None:
+        self.qk_clip = qk_clip
         self.buffers, self.config = buffers, config
         self.loss_scale, self.rule = loss_scale, rule_of(config)
         self.state: list[StateShard] = []
@@ -107,6 +116,8 @@ class Optimizer:
             tensors = self._param_group(group, runs, factor, weight_decay)
             self._updates[group](tensors, self.config, lr * group.lr_mult, self.num_steps, skipped)
         self.num_steps += 1 - skipped
+        if self.qk_clip is not None:
+            self.qk_clip.apply(skipped)
         self._average(skipped)
         if self.loss_scale is not None:
             self.loss_scale.update(skipped)

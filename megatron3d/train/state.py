@@ -25,6 +25,7 @@ from megatron3d.model.params import initialize
 from megatron3d.ops.norm import TORCH_NORMS
 from megatron3d.optim.optimizer import Optimizer
 from megatron3d.optim.precision import PRECISIONS, LossScale
+from megatron3d.optim.qk_clip import QKClip
 from megatron3d.optim.rule_spec import in_groups
 from megatron3d.parallel.mesh import DATA
 from megatron3d.pipeline.engine import PipelineExecutor
@@ -91,6 +92,7 @@ def build_state(
         norm_kernels=norms,
         compiles=compiles,
         context_exchange=config.parallel.cp_comm_type,
+        records_logits=config.optimizer.qk_clip,
     )
     model.routers.allocate(device)
     loss_scale = LossScale(config.train, device)
@@ -120,7 +122,8 @@ def build_state(
     buffers.publish()
     if spec.overlap.weight_gather:
         model.prefetch_weights(buffers.unshard)
-    optimizer = Optimizer(buffers, config.optimizer, loss_scale)
+    qk_clip = None if model.logits is None else QKClip(model.logits, buffers, spec.arch, config.optimizer)
+    optimizer = Optimizer(buffers, config.optimizer, loss_scale, qk_clip)
     return TrainState(spec, model, buffers, optimizer, loss_scale, PipelineExecutor(model, spec.pipeline))
 
 

@@ -41,6 +41,14 @@ def test_operations_of_latent_attention(place: int) -> None:
     assert problems(RunSpec(latent_config(place), NUM_RANKS, VOCAB_SIZE, NUM_RANKS - 1)) == []
 
 
+@pytest.mark.parametrize("is_split", [True, False])
+def test_operations_of_qk_clip(is_split: bool, tmp_path: Path) -> None:
+    """The search for the largest logits, with the keys of other context ranks and without."""
+    found = (build(row, tmp_path, "muon in groups")[1:] for row in ROWS if (row["context ranks"] > 1) == is_split)
+    config, num_ranks = next(each for each in found if each[0].optimizer.qk_clip)
+    assert problems(RunSpec(config, num_ranks, VOCAB_SIZE, num_ranks - 1)) == []
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_learned_positions_that_restart_are_kept_where_context_ranks_cut_them(num_ranks: int) -> None:
     """On one context rank they are a view of those of the microbatch."""

@@ -50,6 +50,8 @@ RULES: Mapping[str, Mapping[str, Any]] = {
         "optimizer": "muon",
         "param_groups": [GROUP, {"params": "*.fc2.*", "optimizer": "adam"}],
         "muon_max_home_elements": 2500,  # some are divided
+        "qk_clip": True,
+        "qk_clip_threshold": 0.01,
     },
 }
 SMALL = {"num_layers": 2, "hidden_size": 48, "seq_length": 8, "kv_channels": 8, "make_vocab_size_divisible_by": 1}
@@ -369,13 +371,17 @@ def configure(
 ) -> Config:
     """Return a float64 configuration with the settings that all comparisons share."""
     sections = {"model": model, "parallel": parallel, "data": DOCUMENTS[documents]}
-    return Config.model_validate({**sections, "train": TRAIN | train, "optimizer": {**OPTIMIZER, **RULES[rule]}})
+    clips = {} if not {"qk_layernorm", "qk_l2_norm"} & model.keys() else {"qk_clip": False}
+    return Config.model_validate(
+        {**sections, "train": TRAIN | train, "optimizer": {**OPTIMIZER, **RULES[rule], **clips}}
+    )
 
 
 def rule_in(config: Config) -> str:
     """Return the name of a configuration's update rule."""
-    found = {name: configure({}, {}, "one", name).optimizer for name in RULES}
-    return next(name for name, optimizer in found.items() if optimizer == config.optimizer)
+    found = {name: configure({"qk_layernorm": True}, {}, "one", name).optimizer for name in RULES}
+    plain = config.optimizer.model_copy(update={"qk_clip": False})
+    return next(name for name, optimizer in found.items() if optimizer == plain)
 
 
 def small_batches(name: str, parallel: Mapping[str, Any], num_ranks: int, batches: Sequence[int], least: int) -> Config:

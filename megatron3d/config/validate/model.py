@@ -232,6 +232,19 @@ def latent_problems(facts: Facts) -> Iterator[str]:
         yield f"{where}: RoPE rotates pairs of channels; use {one_of(values)}"
 
 
+def qk_clip_problems(facts: Facts) -> Iterator[str]:
+    """Yield a message for QK-clip where scaled weights change no logit, or where none is recorded."""
+    if not facts.config.optimizer.qk_clip:
+        return
+    where = facts.named("optimizer.qk_clip")
+    for key in ("model.qk_layernorm", "model.qk_l2_norm"):
+        if facts.is_set(key) and not facts.arch.is_latent:
+            norms = plain(facts.config, key)
+            yield f"{where}: {norms} undoes what it does to the weights; use false for one of the two"
+    if facts.config.train.compile is True:
+        yield f"{where}: no logit is recorded with train.compile=true; use train.compile=auto"
+
+
 def _recompute_problems(facts: Facts) -> Iterator[str]:
     """Yield a message for modules that the model does not have, or that are recomputed without, or within, others."""
     modules, arch, experts = facts.config.train.recompute_modules or (), facts.arch, facts.arch.experts

@@ -84,7 +84,7 @@ def check(
 def value_problems(facts: Facts) -> Iterator[str]:
     """Yield the problems that do not depend on the arrangement of ranks."""
     model = (model_problems, network.expert_problems, network.latent_problems, network.rotary_problems)
-    lengths = (network.window_problems, network.mtp_problems, size_problems)
+    lengths = (network.qk_clip_problems, network.window_problems, network.mtp_problems, size_problems)
     run = (schedule_problems, layout.ramp_problems, files.data_problems, precision_problems, unused_problems)
     for rule in (*model, *lengths, *run, files.logging_problems):
         yield from rule(facts)

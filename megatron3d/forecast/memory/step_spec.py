@@ -131,6 +131,7 @@ def local_sizes(spec: RunSpec, kernels: KernelMemory) -> LocalSizes:
         documents=typical_documents(spec),
         loss_chunk=spec.loss_chunk(kernels.on_gpu),
         is_compiled=spec.compiles(kernels.on_gpu),
+        records_logits=spec.config.optimizer.qk_clip,
     )
     return replace(local, expert_load=expected_load(local, spec.config.parallel.expert_load_imbalance))
 

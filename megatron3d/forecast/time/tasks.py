@@ -183,6 +183,8 @@ def _kernels(operation: Operation, local: LocalSizes) -> Iterator[Task]:
         yield Task(name, MOVED, DGRAD, size=move.backward, num_kernels=move.num_backward, hides=keys[DGRAD])
     for gemm in operation.gemms:
         yield Task(name, PRODUCT, FORWARD, gemm, hides=name)
+        if not operation.backward_flops:
+            continue
         yield Task(name, PRODUCT, DGRAD, gemm)
         yield Task(name, PRODUCT, WGRAD, gemm)
         yield _accumulation(name, WGRAD, gemm.batch * gemm.n * gemm.k, is_reduced=False)

@@ -42,6 +42,7 @@ from megatron3d.train.monitor.profiling import Profiler, TraceRecorder, nested, 
 from megatron3d.train.monitor.reports import max_by_pipeline_rank, run_metadata
 from megatron3d.train.monitor.tensor_stats import StepTensorStatistics
 from megatron3d.train.run import Run
+from megatron3d.train.state import TrainState
 from megatron3d.train.step import StepResult
 
 
@@ -305,7 +306,7 @@ class Monitor:
             tables = self._ranks.tables(ranks)
             shown = {name: {str(key): rounded(one) for key, one in table.items()} for name, table in tables.items()}
             consumed = run.consumed_tokens(record.consumed_samples)
-            run.metrics.step(record, {**consumed, **self._routers(result), **shown})
+            run.metrics.step(record, {**consumed, **self._routers(result), **_logits(state), **shown})
             self._report_stragglers(own_ms)
             if batch_fraction == 1:
                 self._prediction.add(step_s, self._num_steps, tables[TIMERS])
@@ -371,6 +372,12 @@ class Monitor:
         num_microbatches = self._job.num_microbatches * batch.num_samples // run.batches.last.num_samples
         schedule = run.state.executor.schedule(num_microbatches)
         write_trace(trace, run.comm, schedule, Path(run.config.checkpoint.save), run.state.iteration)
+
+
+def _logits(state: TrainState) -> dict[str, float]:
+    """Return the largest logit of attention of the last step by its key, where QK-clip watches it."""
+    clip = state.optimizer.qk_clip
+    return {} if clip is None or clip.largest is None else {"max_attention_logit": clip.largest.item()}
 
 
 def rounded(spread: Spread) -> dict[str, float]:
