@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from functools import cache
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from heapq import heappop, heappush
 from itertools import groupby
 from operator import itemgetter
@@ -41,7 +41,7 @@ from megatron3d.forecast.search.options import (
 )
 from megatron3d.forecast.search.problem import PlanningProblem
 from megatron3d.forecast.time.data_axis import ParamCounts, collectives_per_step, data_axis_time
-from megatron3d.forecast.time.layer import Machine, layer_times, recomputation_time, times_of
+from megatron3d.forecast.time.layer import LayerTimes, Machine, layer_times, recomputation_time, times_of
 from megatron3d.forecast.time.step import with_chunks
 from megatron3d.model.expert_operations import expected_load
 from megatron3d.model.local_sizes import KERNELS, LocalSizes
@@ -130,19 +130,27 @@ def bubble_of(ranks: int, num_microbatches: int, schedule: str, virtual: int) ->
     return makespan(build_schedule(schedule, ranks, num_microbatches, virtual)) / UNIT_COSTS.total - num_microbatches
 
 
-class PlainSeconds(NamedTuple):
-    """Seconds of a microbatch without recomputation: of the head, and of a layer of each kind with their number."""
+@dataclass(frozen=True)
+class PlainSeconds:
+    """Seconds of a microbatch without recomputation, found where they are asked for: many layouts do not fit."""
 
-    head_s: float
-    layers: Sequence[tuple[float, int]]
+    local: LocalSizes
+    machine: Machine
 
-    @staticmethod
-    def of(local: LocalSizes, machine: Machine) -> PlainSeconds:
-        """Return the seconds of a microbatch of these sizes."""
-        kinds = local.by_kind(range(local.arch.num_layers))
-        times = [times_of(head_operations(local), local, machine), *(layer_times(each, machine) for each, _ in kinds)]
-        head_s, *seconds = (each.forward.total + each.backward.total for each in times)
-        return PlainSeconds(head_s, [(each_s, count) for each_s, (_, count) in zip(seconds, kinds, strict=True)])
+    @cached_property
+    def head_s(self) -> float:
+        """Seconds of the head."""
+        (head_s,) = self._both([times_of(head_operations(self.local), self.local, self.machine)])
+        return head_s
+
+    @cached_property
+    def layers_s(self) -> Sequence[float]:
+        """Seconds of a layer of each kind."""
+        kinds = self.local.by_kind(range(self.local.arch.num_layers))
+        return self._both(layer_times(each, self.machine) for each, _ in kinds)
+
+    def _both(self, times: Iterable[LayerTimes]) -> list[float]:
+        return [*(each.forward.total + each.backward.total for each in times)]
 
 
 class LayoutBound:
@@ -151,17 +159,24 @@ class LayoutBound:
     Both are sums over the operations of layers and head, of which the first pipeline rank has its part.
     """
 
-    def __init__(self, machine: Machine, local: LocalSizes, plain: PlainSeconds, weights: int) -> None:
-        kinds, is_full = local.by_kind(range(local.arch.num_layers)), local.recompute.granularity == "full"
-        again_s = (recomputation_time(each, machine).total for each, _ in kinds)
-        seconds = [(kept_s + more_s, count) for (kept_s, count), more_s in zip(plain.layers, again_s, strict=True)]
-        kept = local.residual if is_full else min(total_bytes(layer_activations(each)) for each, _ in kinds)
-        self._local, self._weights, self._head_s = local, weights, plain.head_s
-        self._layers_s = sum(each_s * count for each_s, count in seconds)
-        self._least_layer_s = min(each_s for each_s, _ in seconds)
-        self._activations = kept * local.arch.num_layers
-        self._again = recomputed_activations(local) if is_full else 0
+    def __init__(self, local: LocalSizes, plain: PlainSeconds, weights: int) -> None:
+        self._local, self._weights, self._plain = local, weights, plain
+        self._kinds = local.by_kind(range(local.arch.num_layers))
         self._busiest: dict[int, float] = {}
+
+    @cached_property
+    def _activations(self) -> tuple[int, int]:
+        """Bytes of a microbatch in all layers, and of what is recomputed."""
+        if self._local.recompute.granularity == "full":
+            return self._local.residual * self._local.arch.num_layers, recomputed_activations(self._local)
+        return min(total_bytes(layer_activations(each)) for each, _ in self._kinds) * self._local.arch.num_layers, 0
+
+    @cached_property
+    def _seconds(self) -> tuple[float, float]:
+        """Seconds of all layers, and of the fastest one, recomputation included."""
+        again_s = (recomputation_time(each, self._plain.machine).total for each, _ in self._kinds)
+        each_s = [kept_s + more_s for kept_s, more_s in zip(self._plain.layers_s, again_s, strict=True)]
+        return sum(one_s * count for one_s, (_, count) in zip(each_s, self._kinds, strict=True)), min(each_s)
 
     def least_s(self, share: PipelineShare, schedule: tuple[str, int] | None = None) -> float:
         """Return the seconds of a step with free communication over data and pipeline.
@@ -173,16 +188,16 @@ class LayoutBound:
         """
         ranks, num = share.pipeline, share.num_microbatches
         bubble = bubble_of(ranks, min(num, 2 * ranks), *schedule) if schedule else 0.0  # few microbatches tell it
-        return max((num + bubble) * self._layers_s / ranks, num * self._busiest_s(ranks))
+        return max((num + bubble) * self._seconds[0] / ranks, num * self._busiest_s(ranks))
 
     def _busiest_s(self, ranks: int) -> float:
         """Return the least seconds of a microbatch on the busiest rank, where each rank holds whole layers."""
         if ranks not in self._busiest:
-            num_layers, layer_s = self._local.arch.num_layers, self._least_layer_s
+            num_layers, layer_s = self._local.arch.num_layers, self._seconds[1]
             least_s = math.inf
             for mine in range(num_layers + 1) if ranks > 1 else (num_layers,):
                 # A number of layers with the head, which grows, and the largest part of the others, which falls.
-                with_head_s = mine * layer_s + self._head_s
+                with_head_s = mine * layer_s + self._plain.head_s
                 others_s = math.ceil((num_layers - mine) / max(ranks - 1, 1)) * layer_s
                 least_s = min(least_s, max(with_head_s, others_s))
                 if with_head_s >= others_s:
@@ -190,15 +205,19 @@ class LayoutBound:
             self._busiest[ranks] = least_s
         return self._busiest[ranks]
 
-    def least_bytes(self, share: PipelineShare) -> float:
-        """Return the bytes of weights, gradients, optimizer, and the activations of 1F1B's first rank."""
+    def least_bytes(self, share: PipelineShare, most: float = math.inf) -> float:
+        """Return the bytes of weights, gradients, optimizer, and the activations of 1F1B's first rank; without these
+        where the others are more than `most`."""
         size, wide, context = self._local.itemsize, self._local.wide, self._local.mode.context
         main = 0 if size == wide else wide
         ranks = share.data * self._local.mesh.size(context)
         parts = [1 / ranks if share.zero_stage >= stage else 1 for stage in (1, 2, 3)]
         each = size * (parts[2] if main else 1) + (main + 2 * wide) * parts[0] + wide * parts[1]
-        held = self._activations * min(1, share.num_microbatches / share.pipeline)
-        return each * self._weights / share.pipeline + held + self._again
+        state = each * self._weights / share.pipeline
+        if state > most:
+            return state
+        kept, again = self._activations
+        return state + kept * min(1, share.num_microbatches / share.pipeline) + again
 
 
 class LowerBound(NamedTuple):
@@ -314,10 +333,10 @@ def _groups_with(
             continue
         local = replace(whole, mode=mode, mesh=mesh, micro_batch_size=size)
         local = replace(local, expert_load=expected_load(local, load))
-        plain = PlainSeconds.of(local, problem.machine)
+        plain = PlainSeconds(local, problem.machine)
         for granularity in RECOMPUTATIONS:
             here = local.recomputing(Recompute(granularity or "none"))
-            cost = LayoutBound(problem.machine, here, plain, weights)
+            cost = LayoutBound(here, plain, weights)
             for ranks, alike in by_ranks.items():
                 num, left = divmod(batch, rest // ranks * size)
                 if left:
@@ -330,7 +349,7 @@ def _groups_with(
                         rejected["not as --fix says"] += len(alike) - len(allowed)
                     if not allowed:
                         continue
-                    if cost.least_bytes(share) > problem.memory_bytes:
+                    if cost.least_bytes(share, problem.memory_bytes) > problem.memory_bytes:
                         rejected["needs more memory than a rank has"] += len(allowed)
                         continue
                     group = LayoutGroup(0.0, cost, share, along_data, tensor, allowed, others)
