@@ -245,6 +245,20 @@ MUTATIONS = [
         ("tests/unit/forecast/time/test_data_axis.py",),
     ),
     Mutation(
+        "computation hides the collectives of each stage of a rank anew",
+        "forecast/time/data_axis.py",
+        "1 - hidden_s / total_s",
+        "1 - 3 * hidden_s / total_s",
+        ("tests/unit/forecast/time/test_data_axis.py",),
+    ),
+    Mutation(
+        "experts are gathered by all data-parallel ranks",
+        "forecast/time/data_axis.py",
+        "shards = mesh.without(shared, mesh.without(shared, axes))",
+        "shards = shared",
+        ("tests/unit/forecast/time/test_data_axis.py",),
+    ),
+    Mutation(
         "terms of the first kind of accelerator for all",
         "forecast/time/practices.py",
         "if Path(accelerator).stem.startswith(kind)",
