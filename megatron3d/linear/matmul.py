@@ -231,8 +231,11 @@ class Matmul:
         del dy
 
         def wgrad() -> Pending | None:
-            whole_x = (gathered_x or gather_operand(x, plan.x, X_DIMS, comm)).wait()
-            return self._wgrad(param, gathered_dy.wait(), whole_x)
+            whole_x = gathered_x or gather_operand(x, plan.x, X_DIMS, comm)
+            dw_NK = self._wgrad(
+                param, gathered_dy.wait(), whole_x.wait()
+            )  # its operands are freed before the reduction
+            return None if dw_NK is None else reduce(dw_NK, moves(plan.w), W_DIMS, comm)
 
         dw = self.wgrads.submit(param, wgrad) if needs_dw else None
         return dx.wait() if dx else None, self._added(param, dw) if dw else None, db_N
@@ -269,12 +272,11 @@ class Matmul:
         self.main_grads.add(param, dw.wait())
         return None
 
-    def _wgrad(self, param: Tensor, dy: Operand, x: Operand) -> Pending | None:
-        """Multiply dY^T X and start to reduce it; accumulate it in main_grad where nothing reduces it."""
+    def _wgrad(self, param: Tensor, dy: Operand, x: Operand) -> Tensor | None:
+        """Return dY^T X; None where nothing reduces it, and it is accumulated in main_grad."""
         if not self.plan.w and self.main_grads.accumulate(param, self.gemm, dy, x):
             return None
-        dtype = self.main_grads.reduce_dtype(param, dy.data.dtype)
-        return reduce(self.gemm.dw(dy, x, dtype), moves(self.plan.w), W_DIMS, self.comm)
+        return self.gemm.dw(dy, x, self.main_grads.reduce_dtype(param, dy.data.dtype))
 
     def gather_weight(self, at: Direction, w: Operand, backward_follows: bool = False) -> Pending[Operand]:
         """Return the gathered W, through the prefetch hook where there is one."""

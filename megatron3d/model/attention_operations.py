@@ -215,8 +215,14 @@ def _largest_logits(local: LocalSizes, heads: Heads) -> Operation:
 
 def _layout(local: LocalSizes) -> Operation:
     """Return the copies that split, transpose and join q, k, v and the output."""
-    features = (2 * local.num_queries + 2 * local.num_groups) * local.arch.kv_channels
-    return Operation(name="attention.layout", kernels=(MemoryKernel("layout", local.inner_tokens * features),))
+    heads = (2 * local.num_queries + 2 * local.num_groups) * local.arch.kv_channels
+    joined = local.inner(2 * local.num_queries * local.arch.kv_channels + 4 * local.keys_width)
+    name = "attention.layout"
+    return Operation(
+        name=name,
+        kernels=(MemoryKernel("layout", local.inner_tokens * heads),),
+        peaks={f"backward of {name}": joined + local.residual},  # gradients of q, k, v, and these joined
+    )
 
 
 def _exchange(local: LocalSizes, heads: Heads) -> Iterator[Operation]:
@@ -358,8 +364,7 @@ def _gating(
 def _fused(local: LocalSizes, heads: Heads) -> Iterator[Stored]:
     """Yield what fused attention keeps: q, k, v, a number per row of scores, and its output unless ranks send it."""
     yield from heads.values()
-    is_packed = local.masks_documents or local.window is not None or bool(local.mode.context)
-    is_packed = is_packed or not local.arch.has_vanilla_softmax
+    is_packed = _is_packed(local) or bool(local.mode.context)
     if local.itemsize == 2 and local.arch.seq_length <= local.kernels.softmax_again and not is_packed:
         return
     yield Stored(CORE, "logsumexp", local.inner_tokens * local.num_queries * local.wide)
@@ -367,6 +372,11 @@ def _fused(local: LocalSizes, heads: Heads) -> Iterator[Stored]:
         yield Stored(CORE, "sinks of 0", local.num_queries * local.itemsize)
     if not local.mode.context or keeps_queries(local):
         yield next(_uncut(local), _attended(local))
+
+
+def _is_packed(local: LocalSizes) -> bool:
+    """Return whether attention is computed by pairs of query and key rows (`attention/packed.py`)."""
+    return local.masks_documents or local.window is not None or not local.arch.has_vanilla_softmax
 
 
 def _materialized(local: LocalSizes, heads: Heads) -> Iterator[Stored]:
@@ -559,17 +569,21 @@ _SDPA_ROWS = 128
 
 
 def _attention_backward(local: LocalSizes) -> int:
-    """Return the bytes of the gradients of attention's output and operands, of qkv, and of what computes them.
+    """Return the bytes of the gradients of attention's output and operands, and of what computes them.
 
-    On context ranks the exchange is over when rotary embeddings and qkv's output have their gradients.
+    They are over when rotary embeddings and qkv's output have their gradients (`_layout`).
     """
-    projected = local.inner(3 * local.num_queries * local.arch.kv_channels + 4 * local.keys_width)
+    groups = local.num_groups if local.heads.are_even else local.num_queries
+    of_operands = local.inner((local.num_queries + 2 * groups) * local.arch.kv_channels)
+    # On a CPU those of a pair of rows are added to those of all.
+    of_pair = of_operands * (_is_packed(local) and not local.kernels.on_gpu and not local.drops_whole_keys)
+    grads = local.inner(local.num_queries * local.arch.kv_channels) + of_operands + of_pair
     if local.mode.context and not local.drops_whole_keys:
-        return max(projected, exchange_peak(local))
+        return exchange_peak(local)
     narrow_window = local.window is not None and local.itemsize < local.wide and not local.kernels.on_gpu
     in_fp32 = local.inner(2 * local.keys_width) // local.itemsize * local.wide if narrow_window else 0
     gathered = local.whole_keys * (local.wide + 2 * local.itemsize)  # with dropout: summed, in order, and by rank
-    return projected + sdpa_workspace(local) + _capped_scores(local) + in_fp32 + gathered
+    return grads + sdpa_workspace(local) + _capped_scores(local) + in_fp32 + gathered
 
 
 def _capped_scores(local: LocalSizes) -> int:

@@ -108,7 +108,7 @@ def _weighting(local: LocalSizes, rows: int) -> Operation:
             Stored(name, "weights of rows", rows * local.wide),
         ),
         kernels=(MemoryKernel("add", rows * hidden),),
-        peaks=_gradients(local, name, 4 * rows * hidden),
+        peaks=_gradients(local, name, 3 * rows * hidden * local.wide // local.itemsize),
     )
 
 

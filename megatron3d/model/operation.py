@@ -93,7 +93,10 @@ class Operation:
         matmul, has_bias: its linear.
         params: paths of parameters whose gradients its backward gives, other than those under its name.
         chunks: chunks of tokens of a linear whose forward computes dgrad and wgrad as well; 0: backward does. Nothing
-            overlaps with the collectives of such a forward, which are `sent`.
+            overlaps with the collectives of such a forward, which are `sent`; its gradient arrives with the last of
+            `forward_peaks`.
+        accumulates: its wgrad GEMM adds to main_grad, which is there meanwhile: in the last peak of backward, or in the
+            last but one of forward.
         gemms: its GEMMs where it is no linear; `is_deferred`: their wgrad may be deferred.
         flops, backward_flops: of all of its GEMMs; `flops_in_module`: those recomputed with its module, None: `flops`.
         sent, sent_back: collectives of forward and of backward; of other linears they follow from the plan.
@@ -108,6 +111,7 @@ class Operation:
         reduced_later: bytes of its dW whose reduction is in flight until the next linear has its dW.
         kept_weight: bytes of its gathered weight, if that is kept from the first forward to the last backward;
             `gather_peak`: bytes of that forward beside it.
+        sums_gradients: behind its backward the gradient of the residual stream is a new sum of two.
         prefetched: bytes of its gathered weight, if that is gathered from the GEMM of the linear before it on, or of
             the one behind it in backward.
     """
@@ -126,6 +130,7 @@ class Operation:
     has_bias: bool = False
     params: Sequence[str] = ()
     chunks: int = 0
+    accumulates: bool = False
     gemms: Sequence[LocalGemm] = ()
     is_deferred: bool = False
     scores: Scores | None = None
@@ -150,6 +155,7 @@ class Operation:
     kept_weight: int = 0
     gather_peak: int = 0
     prefetched: int = 0
+    sums_gradients: bool = False
 
     @property
     def output(self) -> Stored:
@@ -225,6 +231,7 @@ def linear(local: LocalSizes, path: str, x: Stored, num_bytes: int, matmul: Loca
         module=module,
         matmul=matmul,
         has_bias=linear_size(local.arch, path).has_bias,
+        accumulates=not matmul.plan.w,
         flops=flops,
         backward_flops=2 * flops,
         peaks={f"backward of {path}": at_dgrad + local.residual, f"wgrad of {path}": at_wgrad + local.residual},
@@ -281,8 +288,9 @@ def stream_norm(local: LocalSizes, site: str, x: Stored) -> Operation:
     """Return a norm of the residual stream, whose own gradient waits meanwhile, but for that behind the last layer."""
     axes = local.mesh.nontrivial(local.mode.residual[1])
     made = norm(local, site, x, rows=local.tokens, width=local.hidden, axes=axes)
+    peaks = made.peaks or {f"backward of {site}": 2 * local.residual}  # one kernel has both gradients
     waiting = 0 if site == FINAL_NORM else local.residual
-    return replace(made, peaks={name: size + waiting for name, size in made.peaks.items()})
+    return replace(made, peaks={name: size + waiting for name, size in peaks.items()})
 
 
 def _statistics(

@@ -64,12 +64,16 @@ def _layer(local: LocalSizes) -> list[Operation]:
     first = normed("input_norm", stream)
     found.extend(attention_operations(local, first))
     behind = ends("attention", "attention_output_norm")
+    sums = found[-1]
     x = normed("post_attention_norm", (stream, first, behind)[local.arch.mlp_input])
     if local.experts is None:
         found.extend(replace(each, within=(DENSE_MLP,)) for each in mlp_operations(local, x))
     else:
         found.extend(expert_operations(local, local.experts, x))
     ends("mlp", "mlp_output_norm")
+    # The MLP reads the sum behind attention, or what attention reads.
+    place = found.index(sums) if local.arch.mlp_input == 2 else 0
+    found[place] = replace(found[place], sums_gradients=True)
     return found
 
 
@@ -134,6 +138,7 @@ def head_operations(local: LocalSizes) -> list[Operation]:
         saves=(Stored("head", "gradient of its input", local.residual),),
         matmul=matmul,
         chunks=chunks,
+        accumulates=not plan.w,
         flops=flops,
         backward_flops=2 * flops,
         sent=sent,

@@ -126,12 +126,13 @@ def _gathered(plan: MatmulPlan, x: int, w: int, dy: int) -> tuple[int, int]:
 
 
 def head_forward(local: LocalSizes) -> dict[str, int]:
-    """Return the bytes of the last chunk of logits and its gradients, and of the head's dW before its reduction.
+    """Return the bytes of the last chunk of logits and its gradients, and of the head's dW before and after its sum.
 
-    They are the norm's output, and the gathered W and X of the chunk; then the logits in fp32 and their gradient in the
-    model's dtype, which a fused loss writes into the logits' memory; after that the gradient, the gathered dY, and dX
-    and dW of the chunk unless its GEMM accumulates.  If dW is reduced, its sum has a buffer of its own.  All of it is
-    beyond the whole dX, of which the part of the last chunk comes to be in its GEMM.
+    They are the norm's output, scaled as well where the model says so, and the gathered W and X of the chunk; then
+    partial logits and their sum; the logits in fp32 and their gradient in the model's dtype, which a fused loss writes
+    into the logits' memory; after that the gradient, the gathered dY, and partial dX with its sum, or dX and dW of the
+    chunk unless its GEMM accumulates; at the end dX of the chunks.  If dW is reduced, its sum has a buffer of its own.
+    All of it is beyond the whole dX, of which the part of the last chunk comes to be in its GEMM.
     """
     size = local.itemsize
     plan, is_fused = local.mode.expand.on(local.mesh), local.kernels.fused_loss
@@ -150,12 +151,26 @@ def head_forward(local: LocalSizes) -> dict[str, int]:
         dw = wgrad_bytes(local, w)
     grad = logits * (local.wide if is_fused else size)
     to_come = local.residual * min(rows, local.tokens) // local.tokens  # of dX, before its GEMM
-    in_gemms = grad + whole_dy * size + max(dw + x * size, reordered * size - to_come)
-    chunk = local.residual + (gathered - whole_dy) * size + before + max(at_loss - to_come, in_gemms)
-    reducing = Live()
-    if plan.w:
-        reducing.reduced(local, reducing.born(w), plan.w, "N")
-    return {"head and loss": chunk, "gradient of the head": local.residual + reducing.top * local.wgrad_itemsize}
+    at_sum, at_dx, reducing = Live(), Live(), Live()
+    at_sum.reduced(local, at_sum.born(dy), plan.y, "M")
+    at_dx.reduced(local, at_dx.born(x), {axis: plan.x.get(axis) for axis in plan.n}, "M")
+    normed = local.residual * (1 + (local.arch.logit_scale != 1))
+    held = normed + (gathered - whole_dy) * size + before
+    forward = held + max(at_loss, at_sum.top * size) - to_come
+    backward = held + grad + whole_dy * size + max(dw + x * size, max(reordered, at_dx.top) * size - to_come)
+    backward = max(backward, held + local.residual)
+    both = max(forward, backward)
+    arrived = "head's gradient in main_grad"
+    if not plan.w:  # main_grad is there from the first chunk's dW on
+        at_dw = backward if rows == local.tokens else both
+        return {"head and loss": forward, "gradient of the head": at_dw, arrived: normed}
+    made = reducing.reduced(local, reducing.born(w), plan.w, "N") or w
+    at_sum_of_dw = normed + reducing.top * local.wgrad_itemsize
+    return {
+        "head and loss": both,
+        "gradient of the head": at_sum_of_dw,
+        arrived: normed + made * local.wgrad_itemsize,
+    }
 
 
 def embedding_forward(local: LocalSizes) -> int:

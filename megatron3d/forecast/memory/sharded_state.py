@@ -89,14 +89,19 @@ class ShardedState:
         places = tuple(self.has_whole), tuple(self.has_shard), tuple(self.reductions), frozenset(self.gathered)
         return tuple(map(min, self.missing, limits)), *places
 
+    def begin(self, grads: Collection[int]) -> None:
+        """Let these buffers be whole, to which gradients are about to be added."""
+        for index in grads:
+            if not self.has_whole[index]:
+                self.has_whole[index] = True
+                self.live += self.buffers[index].whole
+
     def add(self, grads: Collection[int]) -> int:
         """Let gradients of these buffers arrive; return the most bytes meanwhile."""
         top = self.live
         for index in grads:
             buffer = self.buffers[index]
-            if not self.has_whole[index]:
-                self.has_whole[index] = True
-                self.live += buffer.whole
+            self.begin([index])
             self.missing[index] -= 1
             if not self.missing[index]:
                 self.missing[index] = self._wanted(buffer)

@@ -12,7 +12,7 @@ gradients and parameters they are (`sharded_state.py`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from operator import itemgetter
 from typing import NamedTuple
@@ -38,11 +38,13 @@ class Event(NamedTuple):
     Attributes:
         name: of its peak.
         births, work, deaths: bytes that come to be at its beginning, are there meanwhile, and are gone at its end.
-        grads: path of the parameters whose gradients arrive; `params`: paths of others.
+        grads: path of the parameters whose gradients arrive; `params`: paths of others; `needs`: of those whose buffers
+            must be there.
         kept_weight: bytes of its gathered weight, with which the first forward gathers it, and less those after the
             last dgrad, where it is kept.
         hook: what happens to an FSDP unit, and its place among those of the rank.
         reduction: bytes of a dW whose reduction has begun, and the path of its parameter; the one before is over then.
+        sums_gradients: the gradient of the residual stream is another tensor from here on.
     """
 
     name: str
@@ -51,9 +53,11 @@ class Event(NamedTuple):
     deaths: int = 0
     grads: str | None = None
     params: Sequence[str] = ()
+    needs: str | None = None
     kept_weight: int = 0
     hook: tuple[str, int] | None = None
     reduction: tuple[int, str | None] | None = None
+    sums_gradients: bool = False
 
 
 Events = Iterator[Event]
@@ -100,9 +104,10 @@ def forward_events(site: Site, keeps: bool = True, is_again: bool = False) -> Ev
             yield Event(f"forward of {each.name}", births, each.gather_peak, births, kept_weight=each.kept_weight)
         if is_linear(each) and not is_again:
             ahead = next(coming)
-        for name, work in peaks.items():
-            yield Event(name, births, work + ahead, births)
-        yield Event(each.name, births, ahead, grads=grads)
+        for left, (name, work) in zip(reversed(range(len(peaks))), peaks.items(), strict=True):
+            needs = grads if each.accumulates and left == 1 else None
+            yield Event(name, births, work + ahead, births, None if left else grads, needs=needs)
+        yield Event(each.name, births, ahead)
 
 
 def backward_events(site: Site, defers: bool = False) -> Events:
@@ -138,13 +143,14 @@ def backward_events(site: Site, defers: bool = False) -> Events:
             ahead = next(coming)
         yield Event(name, births, first + ahead, kept_weight=-each.kept_weight)
         for other, work in others:
-            yield Event(other, 0, work + ahead)
+            yield Event(other, 0, work + ahead, needs=f"{path}.weight" if each.accumulates else None)
         yield Event(
             f"backward of {each.name}",
             deaths=total_bytes(mine.values()) - late,
             grads=None if each.chunks else f"{path}.bias" if is_apart else path,
             params=[site.prefix + name for name in each.params],
             reduction=None if late else _reduction(path, each),
+            sums_gradients=each.sums_gradients,
         )
 
 
@@ -174,6 +180,21 @@ def _with_reductions(events: Events) -> Events:
             yield Event(event.name, now, 0, size, grads)
             size, grads = now, next_grads
     yield Event("reduction of dW", 0, 0, size, grads)
+
+
+def _with_received(events: Events, num_bytes: int) -> Events:
+    """Yield the events of a backward that is given the gradient of its output, which is counted with what is received.
+
+    Until it is added to another one, it is the gradient of the residual stream.
+    """
+    left = num_bytes
+    yield Event("gradient received", -num_bytes)
+    for event in events:
+        yield event
+        if event.sums_gradients and left:
+            yield Event("gradient received", left)
+            left = 0
+    yield Event("gradient received", left)
 
 
 def deferred_operands(local: LocalSizes, operation: Operation) -> int:
@@ -317,19 +338,23 @@ class Sweep:
     def moments(self, actions: Sequence[Action]) -> Iterator[Moment]:
         """Yield the moment of each action of the rank's lowered list, and of the end of the step."""
         step, walk = self._step, _Walk(self, actions)
-        each, least = step.local.residual, -sum(flat.shard for flat in self._flats) * step.local.wide * step.shards(2)
+        each, part = step.local.residual, received_bytes(step)
+        least = -sum(flat.shard for flat in self._flats) * step.local.wide * step.shards(2)
         transfers = {kind: {kind.value: 0} for kind in ActionKind}
         activations = weights = before = 0
-        for action, count in zip(actions, residual_shards(step), strict=True):
-            live = activations + weights + least + walk.state.live
+        for action, count, waiting in zip(actions, residual_shards(step), waiting_shards(actions), strict=True):
+            lacking = waiting * (each - part)
+            live = activations + weights + least + walk.state.live - lacking
             if action.kind in COMPUTATIONS:
                 found = walk.result(action.kind, action.stage)
                 # A forward bears its input itself.
                 others = before - (action.kind is ActionKind.F and not self.stages[action.stage].has_embedding)
-                yield Moment(activations, before * each, live + others * each, found.tops, found.top)
+                yield Moment(activations, before * each - lacking, live + others * each, found.tops, found.top)
                 activations, weights = activations + found.activations, weights + found.weights
             else:
-                yield Moment(activations, count * each, live + max(count, before) * each, transfers[action.kind], 0)
+                yield Moment(
+                    activations, count * each - lacking, live + max(count, before) * each, transfers[action.kind], 0
+                )
             before = count
         state = walk.exact()
         top = state.live
@@ -396,6 +421,7 @@ class Sweep:
             else:
                 live += event.births
                 weights += max(event.kept_weight, 0)
+                state.begin(self.buffers_at([event.needs] if event.needs else [], index))
                 top = state.add(self.buffers_of(event, index))
             here = live + weights + top - start + event.work
             tops[event.name] = max(tops.get(event.name, here), here)
@@ -407,6 +433,8 @@ class Sweep:
     def events(self, kind: ActionKind, index: int) -> Events:
         """Return the events of an action of this kind."""
         found = self._events_of(kind, index)
+        if kind in (ActionKind.B, ActionKind.I) and not self.stages[index].has_head:
+            found = _with_received(found, self._step.local.residual)
         return found if kind is ActionKind.F else _with_reductions(found)
 
     def _events_of(self, kind: ActionKind, index: int) -> Events:
@@ -449,7 +477,10 @@ class Sweep:
     def buffers_of(self, event: Event, index: int) -> Sequence[int]:
         """Return the flat buffers to which gradients of an event of this stage go, one for each parameter."""
         grads = [event.grads + suffix for suffix in PARTS] if event.grads else []
-        names = [*event.params, *grads]
+        return self.buffers_at([*event.params, *grads], index)
+
+    def buffers_at(self, names: Iterable[str], index: int) -> Sequence[int]:
+        """Return the flat buffers of the parameters at these paths of a stage."""
         return [place for name in names for place in self._flats_of.get((index, name), ())]
 
     def _place_gradients(self) -> Mapping[tuple[int, str | None], Sequence[int]]:
@@ -528,6 +559,7 @@ class _Walk:
 
 # A linear, and its parameters, whose gradients may arrive apart.
 PARTS = ("", ".weight", ".bias")
+_INPUT_OF = {ActionKind.F: ActionKind.RECV_F, ActionKind.B: ActionKind.RECV_B, ActionKind.I: ActionKind.RECV_B}
 BACKWARD = (ActionKind.B, ActionKind.I, ActionKind.W)
 _TABLES = ("embedding", "head"), ("head", "embedding")
 
@@ -595,6 +627,25 @@ def residual_shards(step: StepSpec) -> list[int]:
     own = [0, *accumulate(kind is not ActionKind.SEND_F or stage not in passes for kind, stage in sends)]
     sent = accumulate(kind in SENDS for kind, _ in listed)
     return [count + own[number] - own[max(number - most, 0)] for count, number in zip(lying, sent, strict=True)]
+
+
+def waiting_shards(actions: Sequence[Action]) -> list[int]:
+    """Return the number of shards that are received and not used yet, after each action's use of its own."""
+    received, found = set[Action](), list[int]()
+    for action in actions:
+        if action.kind in RECEIVES:
+            received.add(action)
+        elif action.kind in _INPUT_OF:
+            received.discard(action._replace(kind=_INPUT_OF[action.kind]))
+        found.append(len(received))
+    return found
+
+
+def received_bytes(step: StepSpec) -> int:
+    """Return the bytes of a residual shard that are received: ranks that hold it as copies receive a part each."""
+    local = step.local
+    numel, ranks = local.tokens * local.hidden, local.mesh.size(local.mesh.nontrivial(local.mode.copies))
+    return -(-numel // ranks) * local.itemsize
 
 
 def _shards_added(action: Action, where: Mapping[int, int]) -> int:
