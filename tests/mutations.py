@@ -24,6 +24,8 @@ ROOT = Path(__file__).parents[1]
 COPIED = ("megatron3d", "tests", "benchmarks", "tools", "configs", "pretrain_gpt.py", "pyproject.toml")
 ARRAY = ("tests/integration/test_equality.py", "tests/integration/test_gloo_equality.py", "-k", "one_process")
 MATRICES = ("tests/slow", "--full")
+RECOMPUTE = ("tests/unit/ops/test_recompute.py",)
+OPERATIONS = ("tests/integration/test_operations.py",)
 PAIRS = (
     "tests/unit/attention/test_packed_attention.py",
     "tests/unit/attention/test_attention.py",
@@ -382,28 +384,28 @@ MUTATIONS = [
         "model/operation.py",
         "replace(between, peaks=peak), linear(local, fc2, between.output, local.residual)]",
         "replace(between, peaks=peak)]",
-        ("tests/integration/test_operations.py",),
+        OPERATIONS,
     ),
     Mutation(
         "an operation is listed twice",
         "model/operations.py",
         "found.append(replace(stream_norm(local, site, x), module=LAYERNORM if site in INPUT_NORMS else None))",
         "found += 2 * [replace(stream_norm(local, site, x), module=LAYERNORM if site in INPUT_NORMS else None)]",
-        ("tests/integration/test_operations.py",),
+        OPERATIONS,
     ),
     Mutation(
         "a linear forgets that it keeps its input",
         "model/operation.py",
         "saves=(x,),\n        module=module,",
         "saves=(),\n        module=module,",
-        ("tests/integration/test_operations.py",),
+        OPERATIONS,
     ),
     Mutation(
         "tensors are born in another order than that of the list",
         "model/operations.py",
         'sites = "embedding_norm", "hidden_norm"',
         'sites = "hidden_norm", "embedding_norm"',
-        ("tests/integration/test_operations.py",),
+        OPERATIONS,
     ),
     Mutation(
         "bounds of layouts that count a forward twice",
@@ -1582,6 +1584,34 @@ MUTATIONS = [
         CACHE,
     ),
     Mutation("loss not divided by its copies", "train/step.py", "observer) / loss_copies(model)", "observer)"),
+    Mutation(
+        "a recomputed norm normalizes its output",
+        "ops/recompute.py",
+        "self._function, self._saved_x = function, saved_by_autograd(x)",
+        "self._function, self._saved_x = function, saved_by_autograd(y)",
+        RECOMPUTE,
+    ),
+    Mutation(
+        "a recomputed norm keeps what it makes again",
+        "ops/recompute.py",
+        "        if not self._num_needed:\n            self._y = None\n",
+        "",
+        RECOMPUTE,
+    ),
+    Mutation(
+        "an MLP that is recomputed as a whole keeps everything",
+        "model/modules.py",
+        "        if not self.recomputes_all:\n            return self.compute(x_MH, at)\n",
+        "        if x_MH.dim():\n            return self.compute(x_MH, at)\n",
+        OPERATIONS,
+    ),
+    Mutation(
+        "predictions keep what an MLP recomputes as a whole",
+        "model/operations.py",
+        "found.extend(replace(each, within=(DENSE_MLP,)) for each in mlp_operations(local, x))",
+        "found.extend(mlp_operations(local, x))",
+        OPERATIONS,
+    ),
     Mutation(
         "recomputed activation is its input",
         "ops/recompute.py",
