@@ -115,6 +115,8 @@ def _from_qkv(local: LocalSizes, x: Stored) -> tuple[list[Operation], Heads]:
 
     for step in (rotates, normalizes) if arch.qk_layernorm_after_rope else (normalizes, rotates):
         step()
+    if arch.query_scale != 1 and heads["q"] is found[0].output:  # else the scaled ones take the place of what q became
+        passes(_between("q_scale", heads["q"], Stored(CORE, "q scaled", local.inner(counts["q"] * width))), "q")
     if local.attention.temperature:
         kernel = MemoryKernel("activation", rows * counts["q"] * width)
         scaled = Stored(CORE, "q by position", local.inner(counts["q"] * width))

@@ -36,6 +36,14 @@ def test_operations_with_norms_that_are_recomputed(row: Row, tmp_path: Path) -> 
     assert problems(RunSpec(config, num_ranks, VOCAB_SIZE, num_ranks - 1)) == []
 
 
+@pytest.mark.parametrize("row", [row for row in NORM_ROWS if row["model"] == next(iter(MODELS))], ids=str)
+def test_scaled_queries_that_nothing_else_copies_are_kept_apart(row: Row, tmp_path: Path) -> None:
+    """As with muP and learned positions: without a factor attention keeps the output of the projection as a whole."""
+    _, config, num_ranks = build(row, tmp_path)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"softmax_scale": 0.3})})
+    assert problems(RunSpec(config, num_ranks, VOCAB_SIZE, num_ranks - 1)) == []
+
+
 @pytest.mark.parametrize("place", range(len(CASES)))
 def test_operations_of_latent_attention(place: int) -> None:
     assert problems(RunSpec(latent_config(place), NUM_RANKS, VOCAB_SIZE, NUM_RANKS - 1)) == []
