@@ -41,6 +41,7 @@ CONTEXT = ("tests/integration/test_context.py",)
 CONTEXT_PAIRS = ("tests/unit/attention/test_attention_pairs_plan.py",)
 EXPERTS = ("tests/integration/test_expert_ranks.py",)
 OPTIMIZER = ("tests/unit/optim/test_optimizer.py",)
+MUP = ("tests/unit/model/test_mup.py",)
 NOISE = ("tests/unit/train/test_noise_scale.py",)
 EMA = ("tests/unit/optim/test_ema.py",)
 QK_CLIP = ("tests/unit/optim/test_qk_clip.py",)
@@ -119,6 +120,27 @@ MUTATIONS = [
         "average = 0 if self.optimizer.ema_decay is None else self.local.wide",
         "average = 0",
         EMA,
+    ),
+    Mutation(
+        "hidden matrices keep their learning rate with muP",
+        "model/param_spec.py",
+        "init=init, lr_mult=1 / width, blocks=blocks",
+        "init=init, blocks=blocks",
+        MUP,
+    ),
+    Mutation(
+        "a group of parameters loses muP's factor of the learning rate",
+        "optim/rule_spec.py",
+        "each.lr_mult * lr_mult, wd_mult",
+        "each.lr_mult, wd_mult",
+        MUP,
+    ),
+    Mutation(
+        "attention's scores are divided by the root of a head's size with muP",
+        "config/model_defaults.py",
+        "scale = 1 / head_size if",
+        "scale = head_size**-0.5 if",
+        MUP,
     ),
     Mutation(
         "an independent weight decay of a group follows its learning rate",

@@ -45,8 +45,9 @@ def resolve_architecture(model: ModelConfig, vocab_size: int, vocab_multiple: in
         "add_mlp_bias": _unless(model.add_mlp_bias, options["add_bias_linear"]),
         **_head_sizes(model),
     }
+    scales = _mup(model, derived["kv_channels"] or 1)
     return Architecture(
-        **options | derived,
+        **options | derived | scales,
         padded_vocab_size=-(-vocab_size // multiple) * multiple,
         rotary_scaling=_rotary_scaling(model),
         no_rope_freq=_pattern(model.no_rope_freq),
@@ -55,6 +56,18 @@ def resolve_architecture(model: ModelConfig, vocab_size: int, vocab_multiple: in
         experts=_experts(model, options["ffn_hidden_size"]),
         balance=_balance(model),
     )
+
+
+def _mup(model: ModelConfig, head_size: int) -> dict[str, float]:
+    """Return the factors of scores and of logits under muP (Yang et al. 2022, arXiv:2203.03466, table 8), else nothing.
+
+    Scores are divided by the size of a head, not by its root, unless a factor is given, and logits by the width; what
+    follows for initial values and learning rates is declared with the parameters (`model/param_spec.py`).
+    """
+    if model.mup_base_hidden_size is None:
+        return {}
+    scale = 1 / head_size if model.softmax_scale is None else model.softmax_scale
+    return {"softmax_scale": scale, "logit_scale": model.logit_scale * model.mup_base_hidden_size / model.hidden_size}
 
 
 # Keys of multi-head latent attention and their defaults, Megatron's.

@@ -271,7 +271,8 @@ def _lost_values(arch: Architecture, hub_type: ModelType) -> Iterator[str]:
     # The last is a factor of training only, without effect where mtp_num_layers is 0.
     known_names |= {*SWITCHES, *(() if hub_type.has_rope else ("rotary_base",)), "mtp_loss_scaling_factor"}
     for name in (field.name for field in fields(arch) if field.name not in known_names):
-        value, silent = getattr(arch, name), {"hidden_dropout": 0.0, "seq_length": arch.max_position_embeddings}[name]
+        silences = {"hidden_dropout": 0.0, "seq_length": arch.max_position_embeddings, "mup_base_hidden_size": None}
+        value, silent = getattr(arch, name), silences[name]
         if value != silent:
             yield f"model.{name}={show(value)} has no field in config.json; a conversion back will say {show(silent)}"
 

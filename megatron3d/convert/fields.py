@@ -208,7 +208,8 @@ def arch_value(arch: Architecture, name: str) -> Any:
 
 
 # Options of layers, each with the value that has no effect; a model type without a field for one has this value.
-SWITCHES = {name: value for name, value in later_options().items() if name != "mtp_loss_scaling_factor"}
+OF_TRAINING = ("mtp_loss_scaling_factor", "mup_base_hidden_size")  # and no option of what a layer computes
+SWITCHES = {name: value for name, value in later_options().items() if name not in OF_TRAINING}
 
 # Fields that do not affect what the network computes.
 _METADATA = """

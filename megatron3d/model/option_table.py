@@ -262,6 +262,16 @@ class ModelOptions:
     hidden_dropout: Annotated[float, option(ge=0, lt=1, also="dropout")] = 0.0
     attention_dropout: Annotated[float, option(ge=0, lt=1)] = 0.0
     init_method_std: Annotated[float, option(gt=0, also="initializer_range init_std")] = 0.02
+    mup_base_hidden_size: Annotated[
+        int | None,
+        option(
+            "muP: hidden_size of the model for which lr and init_method_std are chosen, which then fit this one; "
+            "default: no muP",
+            ge=1,
+            most=10**6,
+            also="mup_base_width mup_base_d_model mup_base_hidden mup_width_multiplier",
+        ),
+    ] = None
     mtp_num_layers: Annotated[
         int,
         option("multi-token prediction: modules that each predict one token further ahead; 0: none", ge=0, most=1000),

@@ -221,11 +221,13 @@ class _Table:
         size, path = linear_size(self.arch, name), f"{layer}.{name}"
         axis_sizes = dict(self.mode.axes)
         plan, module = size.plan(self.mode), path.rpartition(".")[0]
+        width, used = self.arch.mup_width, DATA + plan.m
         std = self.arch.init_method_std / (1 if size.expands else math.sqrt(2 * self.arch.num_layers))
+        init = std / math.sqrt(width)
         blocks = math.prod(axis_sizes[axis] for axis, dim in plan.y.items() if dim == "N") if size.expands else 1
         parts = {f"{module}.{part}": n for part, n in size.outputs.items()}
         weights = tuple(Part(f"{part}.weight", *2 * [(n, size.num_inputs)]) for part, n in parts.items())
-        yield f"{path}.weight", ParamSpec(weights, plan.w_layout, DATA + plan.m, init=std, blocks=blocks)
+        yield f"{path}.weight", ParamSpec(weights, plan.w_layout, used, init=init, lr_mult=1 / width, blocks=blocks)
         if size.has_bias:
             biases = tuple(Part(f"{part}.bias", (n,), (n,)) for part, n in parts.items())
             tokens, features = plan.y_layout

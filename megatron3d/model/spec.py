@@ -196,6 +196,11 @@ class Architecture(ModelOptions):
         return self.v_head_dim if self.is_latent else self.kv_channels
 
     @property
+    def mup_width(self) -> float:
+        """Width in multiples of that of the model whose hyperparameters muP transfers; 1 without muP."""
+        return 1.0 if self.mup_base_hidden_size is None else self.hidden_size / self.mup_base_hidden_size
+
+    @property
     def query_scale(self) -> float:
         """Factor of queries before kernels that divide scores by the root of `kv_channels`."""
         if self.softmax_scale is not None:

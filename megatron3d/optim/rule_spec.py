@@ -94,11 +94,11 @@ class GroupSpec(NamedTuple):
 
 def group_of(config: OptimizerConfig, path: str, spec: ParamSpec) -> GroupSpec:
     """Return the group of a parameter."""
-    rule, lr_mult, wd_mult = rule_of(config).of(path, spec), 1.0, float(spec.decay)
+    rule, lr_mult, wd_mult = rule_of(config).of(path, spec), spec.lr_mult, float(spec.decay)
     for each in config.param_groups:
         if each.names([part.name for part in spec.parts]):
             wd_mult = wd_mult if each.wd_mult is None else each.wd_mult
-            return GroupSpec(rule if each.optimizer is None else RULES[each.optimizer], each.lr_mult, wd_mult)
+            return GroupSpec(rule if each.optimizer is None else RULES[each.optimizer], each.lr_mult * lr_mult, wd_mult)
     return GroupSpec(rule, lr_mult, wd_mult)
 
 

@@ -78,6 +78,7 @@ class ParamSpec:
         token_axes: axes that split the tokens (rows of the matmul) where the parameter is used.
         init: standard deviation of normally distributed initial values; constant ones have `init=0` and `fill`.
         decay: whether weight decay applies.
+        lr_mult: factor of the learning rate.
         uses: contributions of a microbatch to the gradient; 2 where embedding and head are tied on one rank.
         holders: pipeline ranks that hold the parameter; the first one writes it to checkpoints.
         part_axes: axes over which the list of parts is sharded: each rank holds whole ones (experts).
@@ -89,6 +90,7 @@ class ParamSpec:
     init: float = 0.0
     fill: float = 0.0
     decay: bool = True
+    lr_mult: float = 1.0
     blocks: int = 1
     uses: int = 1
     holders: tuple[int, ...] = (0,)

@@ -144,6 +144,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "residual_scale": 0.7,
         "softmax_scale": 0.2,
         "logit_scale": 0.5,
+        "mup_base_hidden_size": 16,
         "rotary_percent": 0.5,
         "no_rope_freq": 2,
         "attention_softcap": 0.3,

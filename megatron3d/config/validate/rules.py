@@ -136,6 +136,7 @@ def model_problems(facts: Facts) -> Iterator[str]:
     if arch.norm_placement == SHARED_NORM and not model.use_parallel_residual:
         where, key = facts.named("model.norm_placement"), "model.use_parallel_residual"
         yield f"{where}: attention and MLP read the same input with {key}=true only; set that, or use pre"
+    yield from _mup_problems(facts)
     if model.apply_layernorm_1p and not arch.num_norm_tensors:
         yield (
             f"{facts.named('model.apply_layernorm_1p')}: norms of normalization={arch.normalization} have no weight; "
@@ -147,6 +148,20 @@ def model_problems(facts: Facts) -> Iterator[str]:
     if facts.vocab_size and model.vocab_size:
         problem = vocabulary_problem(facts.named("model.vocab_size"), model.vocab_size, facts.vocab_size)
         yield from [problem] if problem else []
+
+
+def _mup_problems(facts: Facts) -> Iterator[str]:
+    """Yield a message per key that muP does not scale."""
+    config, where = facts.config, facts.named("model.mup_base_hidden_size")
+    if config.model.mup_base_hidden_size is None:
+        return
+    if config.optimizer.optimizer == "muon":
+        yield f"{where}: its learning rates are those of Adam, not of optimizer.optimizer=muon; use adam, or lion"
+    unknown = {"model.num_moe_experts": config.model.num_moe_experts is not None}
+    unknown["model.multi_latent_attention"] = config.model.multi_latent_attention
+    unknown["model.mtp_num_layers"] = config.model.mtp_num_layers > 0
+    for key in (key for key, is_on in unknown.items() if is_on):
+        yield f"{where}: not with {plain(config, key)}, whose matrices have no rule of muP; leave one of the two out"
 
 
 def schedule_problems(facts: Facts) -> Iterator[str]:

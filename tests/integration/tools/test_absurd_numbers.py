@@ -27,6 +27,8 @@ COMMANDS = [
     ["verify_layout", "--config", "configs/quickstart.yaml", "--tolerance", "nan"],
     ["verify_layout", "--config", "configs/quickstart.yaml", "--world-size", HUGE],
     ["verify_layout", "--config", "configs/quickstart.yaml", "--steps", "0"],
+    ["coord_check", "--config", "configs/quickstart.yaml", "--widths", "64", HUGE],
+    ["coord_check", "--config", "configs/quickstart.yaml", "--steps", "0"],
     ["generate", "--load", "x", "--temperature", "nan"],
     ["generate", "--load", "x", "--temperature", "inf"],
     ["generate", "--load", "x", "--seed", "9" * 30],
