@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron3d.comm.interface import Comm
 from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.config.run_spec import RunSpec
+from megatron3d.config.schema import Config
 from megatron3d.data.corpus.stream import StreamedSamples
 from megatron3d.errors import RunFailed, UserError
 from megatron3d.hardware.apex import fused_norms
@@ -111,12 +112,7 @@ def build_state(
         axes_dtype=torch.bfloat16 if spec.narrow_wgrad else None,
     )
     if compiles:
-        compiler = Compiler(
-            partial(is_opaque, packs_documents=spec.config.data.reset_attention_mask),
-            has_one_length=config.train.seq_length_warmup is None,
-        )
-        for layer in (*model.layers.values(), *(module.layer for _, module in model.modules_ahead)):
-            compiler.block(layer)
+        _compile(model, config)
     for name, start, values in buffers.shards("main") if has_values and initializes else ():
         initialize(buffers.specs[name], values, comm.mesh, config.train.seed, start)
     buffers.publish()
@@ -125,6 +121,15 @@ def build_state(
     qk_clip = None if model.logits is None else QKClip(model.logits, buffers, spec.arch, config.optimizer)
     optimizer = Optimizer(buffers, config.optimizer, loss_scale, qk_clip)
     return TrainState(spec, model, buffers, optimizer, loss_scale, PipelineExecutor(model, spec.pipeline))
+
+
+def _compile(model: GPT, config: Config) -> None:
+    compiler = Compiler(
+        partial(is_opaque, packs_documents=config.data.reset_attention_mask),
+        has_one_length=config.train.seq_length_warmup is None,
+    )
+    for layer in (*model.layers.values(), *(module.layer for _, module in model.modules_ahead)):
+        compiler.block(layer)
 
 
 _PIECE = 2**20
