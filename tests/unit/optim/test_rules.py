@@ -168,6 +168,7 @@ def test_the_predicted_update_takes_what_its_bytes_or_its_flops_take(monkeypatch
     for name, cost in (("moves", {"moved_bytes": 1e6}), ("computes", {"flops": 1e9})):
         monkeypatch.setitem(cast(dict[str, Any], rule_spec.RULES), name, replace(SIGN, **cost))
     assert 0 < update_s("sign") < update_s("moves") < update_s("computes")
+    assert update_s("sign") < update_s("spectral")
 
 
 def test_parameters_are_chosen_by_name_and_kind(monkeypatch: pytest.MonkeyPatch) -> None:
