@@ -46,6 +46,7 @@ NOISE = ("tests/unit/train/test_noise_scale.py",)
 EMA = ("tests/unit/optim/test_ema.py",)
 QK_CLIP = ("tests/unit/optim/test_qk_clip.py",)
 MUON = ("tests/unit/optim/test_muon.py",)
+SOAP = ("tests/unit/optim/test_soap.py", "-k", "not memory")
 EXPERT_EXCHANGE = ("tests/unit/experts/test_expert_exchange.py",)
 ROUTER_PROOFS = ("tests/integration/test_router_proofs.py", "-k", "sequences")
 CAPACITY = ("tests/unit/experts/test_expert_capacity.py",)
@@ -234,10 +235,94 @@ MUTATIONS = [
         OPTIMIZER,
     ),
     Mutation(
+        "the second moment stays where sorted columns were",
+        "optim/soap.py",
+        "torch.where(is_skipped, v, _columns(v.mT, order).mT, out=v)",
+        "torch.where(is_skipped, v, v, out=v)",
+        SOAP,
+    ),
+    Mutation(
+        "the first moment does not follow the basis",
+        "optim/soap.py",
+        "torch.where(is_skipped, m, rotation @ m, out=m)",
+        "torch.where(is_skipped, m, m, out=m)",
+        SOAP,
+    ),
+    Mutation(
+        "a skipped update refreshes a basis",
+        "optim/soap.py",
+        "torch.where(is_skipped, basis, q, out=basis)",
+        "basis.copy_(q)",
+        SOAP,
+    ),
+    Mutation(
+        "Grams without damping follow the rounding of a layout",
+        "optim/soap.py",
+        "image.addcmul_(_columns(basis, order), damping[..., None])",
+        "image",
+        SOAP,
+    ),
+    Mutation(
+        "gradients that are 0 but for rounding choose a basis",
+        "optim/soap.py",
+        " + eps**2 * m.shape[-1]",
+        "",
+        SOAP,
+    ),
+    Mutation(
+        "Grams decay like the second moment whatever their own decay is",
+        "optim/soap.py",
+        "shampoo_beta = beta2 if config.soap_shampoo_beta is None else config.soap_shampoo_beta",
+        "shampoo_beta = beta2",
+        SOAP,
+    ),
+    Mutation(
+        "Grams are those of the first shard of rows",
+        "optim/homes.py",
+        "_at(round_, batches, place).copy_(values.view(place.sides))",
+        "_at(round_, batches, place).copy_(values.view(place.sides)).mul_(place.box[0][0] == 0)",
+        SOAP,
+    ),
+    Mutation(
+        "a loaded run keeps the bases of a new one",
+        "train/checkpointing.py",
+        "own = list(_home_pieces(state)) if options.optimizer else []",
+        'own = [each for each in _home_pieces(state) if "basis" not in each.name] if options.optimizer else []',
+        SOAP,
+    ),
+    Mutation(
+        "state of whole matrices that a checkpoint has not stays as it was",
+        "train/checkpointing.py",
+        "        each.reset()\n",
+        "        pass\n",
+        SOAP,
+    ),
+    Mutation(
+        "homes store only the first matrix of a shape",
+        "train/checkpointing.py",
+        "for part, each in zip(parts, values, strict=True):",
+        "for part, each in zip(parts[:1], values, strict=False):",
+        SOAP,
+    ),
+    Mutation(
+        "a refresh counts once in each step",
+        "optim/rule_spec.py",
+        "return each_step + refresh / config.soap_precondition_frequency",
+        "return each_step + refresh",
+        SOAP,
+    ),
+    Mutation(
+        "matrices have no state at their homes",
+        "forecast/memory/rank.py",
+        "return of_shards + home_state_bytes(self._step, self._flats)",
+        "return of_shards",
+        ("tests/unit/optim/test_soap.py", "-k", "memory"),
+    ),
+    Mutation(
         "the shortest matrices choose their homes first",
         "parallel/home_plan.py",
-        "key=lambda place: -_work(found[place][2])",
-        "key=lambda place: _work(found[place][2])",
+        "key=lambda place: -self._work(found[place][2].shape)",
+        "key=lambda place: self._work(found[place][2].shape)",
         MUON,
     ),
     Mutation(

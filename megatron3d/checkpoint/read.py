@@ -314,7 +314,12 @@ def read_index_on_all_ranks(
 
 
 def load_on_all_ranks(
-    source: BoxSource, pieces: Sequence[Piece], memory: Iterable[Tensor], comm: Comm, replicas: Axes
+    source: BoxSource,
+    pieces: Sequence[Piece],
+    memory: Iterable[Tensor],
+    comm: Comm,
+    replicas: Axes,
+    own: Sequence[Piece] = (),
 ) -> list[str]:
     """Fill the pieces of all ranks and return each damage, on all ranks; after damage the values are undefined.
 
@@ -324,14 +329,15 @@ def load_on_all_ranks(
     Args:
         memory: contiguous tensors of which the pieces are views; what no piece covers becomes 0.
         replicas: axes along which all ranks have the same pieces, of which each reads a part; each axis has a group.
+        own: further pieces, which no other rank has, beyond `memory`.
     """
     tensors, mesh = list(memory), comm.mesh
 
     def read() -> list[str]:
+        files, alone = (_boxes_to_read(source.folder, source.index, each) for each in (pieces, own))
         for tensor in tensors:
             tensor.zero_()
-        files = _boxes_to_read(source.folder, source.index, pieces)
-        mine = _part_of(files, mesh.index(replicas), mesh.size(replicas))
+        mine = [*_part_of(files, mesh.index(replicas), mesh.size(replicas)), *alone]
         return [found for file, boxes in mine for found in _load_file(source, file, boxes, _has_chosen_element)]
 
     found = run_on_all_ranks(comm, read)

@@ -685,8 +685,8 @@ class OptimizerConfig(Section, frozen=True):
     lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = key(
         "linear", "shape of the WSD decay phase"
     )
-    optimizer: Literal["adam", "lion", "muon"] = key(
-        "adam", "update rule: AdamW; Lion; or Muon for the matrices of layers, and AdamW for all else"
+    optimizer: Literal["adam", "lion", "muon", "soap"] = key(
+        "adam", "update rule: AdamW; Lion; or Muon or SOAP for the matrices of layers, and AdamW for all else"
     )
     weight_decay: float = key(0.1, "of a step: learning rate x weight_decay x weights", ge=0)
     start_weight_decay: float | None = key(
@@ -757,11 +757,23 @@ class OptimizerConfig(Section, frozen=True):
     muon_dtype: Literal["fp32", "bf16"] = key(
         "fp32", "dtype in which matrices are sent and orthogonalized; fp64 runs use fp64"
     )
+    soap_precondition_frequency: int = key(
+        10, "steps from one refresh of the eigenbases to the next", ge=1, also="precondition_frequency"
+    )
+    soap_shampoo_beta: float | None = key(
+        None, "decay of the Grams whose eigenbases they are; default: adam_beta2", ge=0, lt=1, also="shampoo_beta"
+    )
+    soap_max_precond_dim: int = key(
+        10_000, "a larger dim of a matrix is not rotated", ge=1, also="max_precond_dim max_preconditioner_dim"
+    )
+    soap_dtype: Literal["fp32", "bf16"] = key(
+        "fp32", "dtype in which matrices are sent; state and products have that of the master weights"
+    )
 
     @property
     def needs_matrices(self) -> bool:
         """Whether updates compute on whole matrices, which ranks exchange."""
-        return self.optimizer == "muon"
+        return self.optimizer in ("muon", "soap")
 
     @field_validator("clip_grad")
     @classmethod

@@ -32,6 +32,7 @@ class ParamGroup:
         states: a list for each state tensor of the rule.
         factor: scalar that clips and unscales the gradients: an update that is not skipped multiplies them by it, in
             the kernel that reads them.  None: 1.
+        iteration: steps of the run before this one, skipped updates included, as the host knows them.
     """
 
     weight_decay: float
@@ -39,6 +40,7 @@ class ParamGroup:
     grads: list[Tensor] = field(default_factory=list)
     states: tuple[list[Tensor], ...] = ()
     factor: Tensor | None = None
+    iteration: int = 0
 
     @property
     def lists(self) -> tuple[list[Tensor], ...]:

@@ -3,7 +3,9 @@
     rank 0   q rows 0-3 | k rows 0-3         all-to-all        rank 0   q, all rows
     rank 1   q rows 4-7 | k rows 4-7         -------->         rank 1   k, all rows
 
-State and weights keep the layout of the parameter, so that ZeRO, tensor parallelism and checkpoints know nothing of it.
+Weights, and state in their shape, keep the layout of the parameter, so that ZeRO, tensor parallelism and checkpoints
+know nothing of it.  State of whole matrices is at their homes alone, and checkpoints store it without a layout.
+
 Of ranks that hold the same elements, those at the home's coordinates send them; the result goes to all of them.
 
 Flat buffers are taken in rounds, each with one all-to-all there and one back; the next round travels while this one is
@@ -12,8 +14,6 @@ computed.  (As LayerShardedMuon of Megatron-LM, with tensor parallelism and ZeRO
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -23,7 +23,10 @@ import torch
 from torch import Tensor
 
 from megatron3d.comm.interface import Pending
+from megatron3d.config.schema import OptimizerConfig
 from megatron3d.model.params import part_views
+from megatron3d.optim.precision import PRECISIONS
+from megatron3d.optim.rule_spec import MatrixState, UpdateRule
 from megatron3d.parallel.home_plan import HomeMatrix, HomeRound, home_axes, plan_homes
 from megatron3d.parallel.layout import Box, Shape, box_shape
 from megatron3d.parallel.mesh import Axes
@@ -35,6 +38,9 @@ Shard = tuple[FlatBuffer, Sequence[str], slice]
 Sources = Callable[["Round"], Mapping[int, Tensor]]
 # Returns the sum of a tensor over all homes.
 Total = Callable[[Tensor], Tensor]
+# Takes matrices of one shape whose home this rank is [count, rows, columns] and their state by its name; returns as
+# many results.
+Compute = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
 
 
 class _Kind(NamedTuple):
@@ -42,6 +48,20 @@ class _Kind(NamedTuple):
 
     shape: Shape
     whole: Shape
+
+
+class HomeState(NamedTuple):
+    """A kind of state of matrices of one shape whose home this rank is [count, ...], with the names of the matrices."""
+
+    kind: MatrixState
+    parts: Sequence[str]
+    values: Tensor
+
+    def reset(self) -> None:
+        """Set it to what it begins with."""
+        self.values.zero_()
+        if self.kind.is_identity:
+            self.values.diagonal(dim1=-2, dim2=-1).fill_(1)
 
 
 class _Place(NamedTuple):
@@ -73,6 +93,7 @@ class Round:
         sent: indices of `mine` in the order in which they are sent, and `returned` in which they come back.
         sent_to: elements for each rank, and `returned_from` those that come back from it.
         here: kind of each matrix whose home this rank is, by its index, and its number among those of this kind.
+        names: logical tensors of these matrices by kind, in the order of their numbers.
         received: places that each rank sends here, and `given` those that go back to it.
     """
 
@@ -85,59 +106,81 @@ class Round:
     sent_to: tuple[int, ...]
     returned_from: tuple[int, ...]
     here: Mapping[int, tuple[_Kind, int]]
+    names: Mapping[_Kind, Sequence[str]]
     received: tuple[tuple[_Place, ...], ...]
     given: tuple[tuple[_Place, ...], ...]
 
 
 class MatrixExchange:
-    """Moves the logical matrices of some parameters of a stage to their homes and back.
+    """Moves the logical matrices of some parameters of a stage to their homes and back, and has their state there.
 
     Args:
         shards: flat buffers with such parameters, also those of which this rank's shard has no elements of them.
-        most: matrices of more elements are divided among all ranks.
+        rule: their update rule.
+
+    Attributes:
+        state: state of the matrices whose home this rank is.
     """
 
-    def __init__(self, buffers: Buffers, shards: Sequence[Shard], most: float = math.inf) -> None:
+    def __init__(self, buffers: Buffers, shards: Sequence[Shard], rule: UpdateRule, config: OptimizerConfig) -> None:
         self._comm, self._specs, self._shards = buffers.comm, buffers.specs, shards
         mesh = buffers.comm.mesh
         self.axes: Axes = home_axes(mesh)
         self._meshes = [mesh.at(rank) for rank in mesh.ranks(self.axes)]
         self._me = mesh.index(self.axes)
         self._dtype = shards[0][0].main_dtype if shards else torch.float32
+        # Dtype in which matrices travel.
+        self._narrow = self._dtype if self._dtype.itemsize > 4 else PRECISIONS[rule.matrix_dtype(config)]
         self._device = shards[0][0].main.device if shards else None
         self._flat_of = {path: flat for flat, paths, _ in shards for path in paths}
         self._copy_index = cache(self._find_copy_index)
         params = [{path: self._specs[path] for path in paths} for _, paths, _ in shards]
-        self.rounds = [self._round(each) for each in plan_homes(params, mesh, most)]
+        most = rule.max_home_elements(config)
+        planned = plan_homes(params, mesh, lambda shape: rule.matrix_flops(shape, config), most)
+        self.rounds = [self._round(each) for each in planned]
+        self._states = [
+            {kind: self._new_state(rule, config, kind, names) for kind, names in each.names.items()}
+            for each in self.rounds
+        ]
+        self.state = [state for kinds in self._states for states in kinds.values() for state in states]
+
+    def _new_state(
+        self, rule: UpdateRule, config: OptimizerConfig, matrices: _Kind, names: Sequence[str]
+    ) -> list[HomeState]:
+        assert not rule.matrix_states or matrices.shape == matrices.whole, "slabs have no state of their matrix"
+        found = []
+        for each in rule.matrix_states:
+            if (shape := each.shape(matrices.whole, config)) is not None:
+                values = torch.empty((len(names), *shape), dtype=self._dtype, device=self._device)
+                found.append(HomeState(each, names, values))
+                found[-1].reset()
+        return found
 
     def map(
         self,
         sources: Sources,
-        compute: Callable[[Tensor], Tensor],
-        dtype: torch.dtype,
+        compute: Compute,
         compute_slabs: Callable[[Tensor, Shape, Total], Tensor] | None = None,
     ) -> Iterator[tuple[int, Tensor]]:
         """Apply `compute` to whole matrices; yield the index of each shard with its part of the results.
 
         Args:
             sources: what is sent; its tensors are overwritten with the results.
-            compute: takes matrices of one shape whose home this rank is [count, rows, columns], and returns as many.
-            compute_slabs: the same for slabs of matrices that are divided, given the shape of the whole ones.
-            dtype: dtype in which matrices travel and are computed; where the sources are in fp64, that is it.
+            compute_slabs: computes slabs of matrices that are divided, given the shape of the whole ones.
         """
-        narrow = self._dtype if self._dtype.itemsize > 4 else dtype
-        there = [self._start(each, sources, narrow) for each in self.rounds[:1]]
+        there = [self._start(each, sources) for each in self.rounds[:1]]
         back: tuple[Round, Mapping[int, Tensor], Pending] | None = None
         for number, each in enumerate(self.rounds):
-            there += [self._start(after, sources, narrow) for after in self.rounds[number + 1 : number + 2]]
+            there += [self._start(after, sources) for after in self.rounds[number + 1 : number + 2]]
             held, arriving = there.pop(0)
             batches = self._assembled(each, arriving.wait())
             for kind in batches:
                 if kind.shape == kind.whole:
-                    batches[kind] = compute(batches[kind])
+                    states = {state.kind.name: state.values for state in self._states[number][kind]}
+                    batches[kind] = compute(batches[kind], states)
                 elif compute_slabs is not None:
                     batches[kind] = compute_slabs(batches[kind], kind.whole, self._total)
-            returning = each, held, self._return(each, batches, narrow)
+            returning = each, held, self._return(each, batches)
             del held, arriving, batches
             if back is not None:
                 yield from self._finish(*back)
@@ -145,10 +188,10 @@ class MatrixExchange:
         if back is not None:
             yield from self._finish(*back)
 
-    def _start(self, round_: Round, sources: Sources, dtype: torch.dtype) -> tuple[Mapping[int, Tensor], Pending]:
+    def _start(self, round_: Round, sources: Sources) -> tuple[Mapping[int, Tensor], Pending]:
         held = sources(round_)
         views = self._views(round_, held)
-        sent = self._joined([views[index] for index in round_.sent], dtype)
+        sent = self._joined([views[index] for index in round_.sent])
         counts = [sum(place.numel for place in places) for places in round_.received]
         return held, self._comm.all_to_all_rows(sent, round_.sent_to, counts, self.axes)
 
@@ -157,15 +200,14 @@ class MatrixExchange:
 
     def _assembled(self, round_: Round, received: Tensor) -> dict[_Kind, Tensor]:
         """Return the matrices whose home this rank is, by their kind, from the boxes that all ranks sent."""
-        counts = Counter(kind for kind, _ in round_.here.values())
-        batches = {kind: received.new_empty((count, *kind.shape)) for kind, count in counts.items()}
+        batches = {kind: received.new_empty((len(names), *kind.shape)) for kind, names in round_.names.items()}
         places = [place for each in round_.received for place in each]
         for place, values in zip(places, received.split([place.numel for place in places]), strict=True):
             _at(round_, batches, place).copy_(values.view(place.sides))
         return batches
 
-    def _return(self, round_: Round, batches: Mapping[_Kind, Tensor], dtype: torch.dtype) -> Pending:
-        sent = self._joined([_at(round_, batches, place) for each in round_.given for place in each], dtype)
+    def _return(self, round_: Round, batches: Mapping[_Kind, Tensor]) -> Pending:
+        sent = self._joined([_at(round_, batches, place) for each in round_.given for place in each])
         counts = [sum(place.numel for place in places) for places in round_.given]
         return self._comm.all_to_all_rows(sent, counts, round_.returned_from, self.axes)
 
@@ -177,9 +219,9 @@ class MatrixExchange:
         del views, received
         yield from held.items()
 
-    def _joined(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """Return the elements of tensors one after another."""
-        out = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=dtype, device=self._device)
+    def _joined(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the elements of tensors one after another, in the dtype in which they travel."""
+        out = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=self._narrow, device=self._device)
         for part, tensor in zip(out.split([tensor.numel() for tensor in tensors]), tensors, strict=True):
             part.view(tensor.shape).copy_(tensor)
         return out
@@ -213,12 +255,13 @@ class MatrixExchange:
                 found[homes[index]] += mine[index].numel
             return tuple(found)
 
-        numbers, here = Counter[_Kind](), dict[int, tuple[_Kind, int]]()
+        names, here = dict[_Kind, list[str]](), dict[int, tuple[_Kind, int]]()
         for index, each in enumerate(matrices):
             if each.home == self._me:
                 kind = _Kind(box_shape(each.box), each.part.shape)
-                here[index] = kind, numbers[kind]
-                numbers[kind] += 1
+                alike = names.setdefault(kind, [])
+                here[index] = kind, len(alike)
+                alike.append(each.part.name)
         at_home = list(dict.fromkeys(matrices[index].path for index in here))
         given = [
             tuple(place for held in self._places(boxes, at_home, rank) for place in held if place.matrix in here)
@@ -234,6 +277,7 @@ class MatrixExchange:
             sent_to=counts(sent),
             returned_from=counts(returned),
             here=here,
+            names=names,
             received=tuple(
                 tuple(place for place in held if self._sends(matrices[place.matrix], rank))
                 for rank, held in enumerate(given)

@@ -18,7 +18,6 @@ from torch import Tensor
 from megatron3d.config.schema import OptimizerConfig
 from megatron3d.optim.adamw import ParamGroup, Update
 from megatron3d.optim.homes import MatrixExchange, Round, Total
-from megatron3d.optim.precision import PRECISIONS
 from megatron3d.parallel.layout import Shape
 
 # Coefficients of the quintic iteration, which lifts small singular values fast, to between 0.7 and 1.2.
@@ -83,14 +82,13 @@ def update_with_muon(exchange: MatrixExchange) -> Update:
                 made[run] = torch.lerp(g, new, config.muon_momentum, out=new) if config.muon_use_nesterov else new
             return made
 
-        def compute(matrices: Tensor) -> Tensor:
+        def compute(matrices: Tensor, states: Mapping[str, Tensor]) -> Tensor:
             return newton_schulz(matrices, config.muon_num_ns_steps).mul_(scale_of(matrices.shape[1:], config))
 
         def compute_slabs(slabs: Tensor, whole: Shape, total: Total) -> Tensor:
             return newton_schulz_slabs(slabs, whole, config.muon_num_ns_steps, total).mul_(scale_of(whole, config))
 
-        dtype = PRECISIONS[config.muon_dtype]
-        for run, direction in exchange.map(sources, compute, dtype, compute_slabs):
+        for run, direction in exchange.map(sources, compute, compute_slabs):
             direction.masked_fill_(is_skipped, 0.0)  # it may not be finite
             group.mains[run].mul_(decay).sub_(direction.mul_(rate))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,18 +13,22 @@ from torch import Tensor
 from megatron3d.config.run_spec import LRPhases
 from megatron3d.config.schema import OptimizerConfig
 from megatron3d.optim.adamw import CPU_CHUNK, GPU_CHUNK, ChooseUpdate, ParamGroup, Update, choose_update
-from megatron3d.optim.homes import MatrixExchange
+from megatron3d.optim.homes import HomeState, MatrixExchange
 from megatron3d.optim.lion import choose_lion
 from megatron3d.optim.muon import update_with_muon
 from megatron3d.optim.precision import PRECISIONS, LossScale
 from megatron3d.optim.qk_clip import QKClip
 from megatron3d.optim.rule_spec import EMA, GroupSpec, groups_of, rule_of
+from megatron3d.optim.soap import update_with_soap
 from megatron3d.zero import Buffers, FlatBuffer
 
 NOWHERE = slice(0, 0)
 # By the name of the rule: those of every element by itself, and those of whole matrices.
 UPDATES: Mapping[str, ChooseUpdate] = {"adam": choose_update, "lion": choose_lion}
-MATRIX_UPDATES: Mapping[str, Callable[[MatrixExchange], Update]] = {"muon": update_with_muon}
+MATRIX_UPDATES: Mapping[str, Callable[[MatrixExchange], Update]] = {
+    "muon": update_with_muon,
+    "soap": update_with_soap,
+}
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,8 @@ class Optimizer:
     """The configured rule on every flat buffer; parameters that it does not take are updated by another.
 
     Attributes:
-        state: state tensors of this rank.
+        state: state tensors of this rank, in the shape of its shards.
+        home_state: state of the whole matrices whose home this rank is.
         qk_clip: what scales queries and keys after an update; None: nothing.
         averages: those of them that are moving averages of the weights; none without `ema_decay`.
         num_steps: number of updates so far, skipped ones not counted.
@@ -83,6 +88,7 @@ class Optimizer:
         self.buffers, self.config = buffers, config
         self.loss_scale, self.rule = loss_scale, rule_of(config)
         self.state: list[StateShard] = []
+        self.home_state: list[HomeState] = []
         self._groups: dict[GroupSpec, list[_Run]] = {}
         for flat in buffers.flat_buffers:
             for run in self._runs_of(flat):
@@ -96,24 +102,30 @@ class Optimizer:
     @property
     def num_bytes(self) -> int:
         """Bytes of the state on this rank."""
-        return sum(each.values.nbytes for each in self.state)
+        return sum(values.nbytes for values in self.state_values)
+
+    @property
+    def state_values(self) -> list[Tensor]:
+        """All its state on this rank."""
+        return [*(each.values for each in self.state), *(each.values for each in self.home_state)]
 
     def set_num_steps(self, num_steps: float) -> None:
         """Continue to count the updates, as bias corrections need, at `num_steps`."""
         self.num_steps.fill_(num_steps)
 
-    def step(self, grad_norm: Tensor, lr: float, weight_decay: float | None = None) -> Tensor:
+    def step(self, grad_norm: Tensor, lr: float, weight_decay: float | None = None, iteration: int = 0) -> Tensor:
         """Clip by the global norm and update; return 1.0 where a non-finite gradient skipped the update, else 0.0.
 
         Args:
             grad_norm: scalar, global norm of the unscaled gradients; those in the buffers are still scaled.
             weight_decay: factor of the learning rate by which weights decay; None: the configured one.
+            iteration: steps of the run before this one.
         """
         factor = self._grad_factor(grad_norm)
         skipped = (~torch.isfinite(grad_norm)).to(torch.float32)
         self.num_steps = self.num_steps.to(skipped.device)
         for group, runs in self._groups.items():
-            tensors = self._param_group(group, runs, factor, weight_decay)
+            tensors = replace(self._param_group(group, runs, factor, weight_decay), iteration=iteration)
             self._updates[group](tensors, self.config, lr * group.lr_mult, self.num_steps, skipped)
         self.num_steps += 1 - skipped
         if self.qk_clip is not None:
@@ -217,7 +229,9 @@ class Optimizer:
         name, runs = group.rule.name, self._groups[group]
         if group.rule.needs_matrices:
             shards = [(run.flat, run.paths, run.where) for run in runs]
-            return MATRIX_UPDATES[name](MatrixExchange(self.buffers, shards, group.rule.max_home_elements(self.config)))
+            exchange = MatrixExchange(self.buffers, shards, group.rule, self.config)
+            self.home_state += exchange.state
+            return MATRIX_UPDATES[name](exchange)
         mains = [run.flat.main[run.where] for run in runs]
         return UPDATES[name](self.config, mains, [state for run in runs for state in run.states])
 

@@ -39,6 +39,21 @@ EMA_BYTES, EMA_FLOPS = 8 + 4, 3
 
 
 @dataclass(frozen=True)
+class MatrixState:
+    """Optimizer state of a whole logical matrix, in the dtype of the master weights, on the home rank of the matrix.
+
+    Attributes:
+        name: checkpoints store it as `optimizer.<name>.<logical tensor>`.
+        shape: returns its shape for a matrix of a shape; None where such a matrix has no state of this kind.
+        is_identity: it begins as the identity; otherwise at 0.
+    """
+
+    name: str
+    shape: Callable[[Shape, OptimizerConfig], Shape | None]
+    is_identity: bool = False
+
+
+@dataclass(frozen=True)
 class UpdateRule:
     """How weights are updated by their gradients.
 
@@ -47,6 +62,10 @@ class UpdateRule:
         flops: FLOPs of a step per parameter.
         matrix_flops: FLOPs of a step for a whole logical matrix of a shape, where it needs whole matrices.
         slab_flops: FLOPs of a step for one of `count` slabs of a matrix.
+        matrix_work: numbers that a step allocates next to a matrix of a shape, or a slab of it with as many elements.
+        matrix_states: state of whole matrices.
+        matrix_dtype_key: key of the optimizer's configuration with the dtype in which matrices travel.
+        computes_wide: it computes matrices in the dtype of the master weights; otherwise in that in which they travel.
         takes: pattern over the path and the spec of a parameter that it updates; `others` updates the rest.
         max_home_elements: most elements of a matrix that one home computes; larger ones are divided among all.
         scales_grads: kernels of the update clip and unscale gradients; otherwise a pass before them does.
@@ -59,9 +78,13 @@ class UpdateRule:
     states: tuple[StateTensor, ...]
     moved_bytes: float
     flops: float
-    matrix_flops: Callable[[Shape, OptimizerConfig], float] = lambda shape, config: 0.0
+    matrix_flops: Callable[[Shape, OptimizerConfig], float] = lambda shape, config: float(math.prod(shape))
     slab_flops: Callable[[Shape, OptimizerConfig, int], float] = lambda shape, config, count: 0.0
     max_home_elements: Callable[[OptimizerConfig], float] = lambda config: math.inf
+    matrix_work: Callable[[Shape, OptimizerConfig, int], int] = lambda shape, config, numel: 0
+    matrix_states: tuple[MatrixState, ...] = ()
+    matrix_dtype_key: str | None = None
+    computes_wide: bool = False
     takes: Callable[[str, ParamSpec], bool] = lambda path, spec: True
     others: UpdateRule | None = None
     scales_grads: bool = False
@@ -82,6 +105,14 @@ class UpdateRule:
         """Return the bytes of an element of each of its own state tensors, given those of the master weights."""
         names = [state.dtype(config) for state in self.states]
         return tuple(main_itemsize if name is None else ITEMSIZES[name] for name in names)
+
+    def matrix_dtype(self, config: OptimizerConfig) -> str:
+        """Return the name of the dtype in which matrices travel, unless the master weights are in fp64."""
+        return "fp32" if self.matrix_dtype_key is None else getattr(config, self.matrix_dtype_key)
+
+    def matrix_state_numel(self, shape: Shape, config: OptimizerConfig) -> int:
+        """Return the numbers of state of a whole logical matrix."""
+        return sum(math.prod(found) for each in self.matrix_states if (found := each.shape(shape, config)) is not None)
 
 
 class GroupSpec(NamedTuple):
@@ -130,6 +161,45 @@ def newton_schulz_flops(shape: Shape, config: OptimizerConfig, num_slabs: int = 
     return config.muon_num_ns_steps * (4.0 * small * small * large / num_slabs + 2.0 * small**3)
 
 
+def newton_schulz_work(shape: Shape, config: OptimizerConfig, numel: int) -> int:
+    """Return the elements of an iteration's input and result, and of two products of the whole's smaller side."""
+    return 2 * (numel + min(shape) ** 2)
+
+
+def has_basis(size: int, config: OptimizerConfig) -> bool:
+    """Return whether SOAP rotates a dim of this size."""
+    return size <= config.soap_max_precond_dim
+
+
+def soap_flops(shape: Shape, config: OptimizerConfig) -> float:
+    """Return the FLOPs of a step of SOAP: rotations there and back, Grams, and its part of a refresh of the bases.
+
+    A refresh multiplies Gram and basis, and the new basis with the old one; the QR of a square matrix with its factor Q
+    takes 8/3 n^3 (Golub and Van Loan, Matrix Computations, section 5.2).  It rotates the first moment as well.
+    """
+    numel = math.prod(shape)
+    sides = [size for size in shape if has_basis(size, config)]
+    each_step = sum(6.0 * numel * size for size in sides)
+    refresh = sum((4 + 8 / 3) * size**3 + 2.0 * numel * size for size in sides)
+    return each_step + refresh / config.soap_precondition_frequency
+
+
+def soap_work(shape: Shape, config: OptimizerConfig, numel: int) -> int:
+    """Return the most numbers that a step of SOAP allocates for a matrix.
+
+    They are a matrix in fp32 if it travels in bf16; one that is rotated, twice; in a refresh the image of a basis with
+    its factors Q and R, or the rotation with a moment.
+    """
+    sides = [size for size in shape if has_basis(size, config)]
+    copied = numel if config.soap_dtype == "bf16" else 0
+    return max([copied, *(max(2 * numel, 3 * size**2, size**2 + numel) for size in sides)])
+
+
+def _side(dim: int) -> Callable[[Shape, OptimizerConfig], Shape | None]:
+    """Return the shape of the state of a dim of a matrix."""
+    return lambda shape, config: (shape[dim], shape[dim]) if has_basis(shape[dim], config) else None
+
+
 _ADAM = UpdateRule(
     "adam",
     (StateTensor("exp_avg", "exp_avg_dtype"), StateTensor("exp_avg_sq", "exp_avg_sq_dtype")),
@@ -155,11 +225,35 @@ _MUON = UpdateRule(
     matrix_flops=newton_schulz_flops,
     slab_flops=newton_schulz_flops,
     max_home_elements=lambda config: config.muon_max_home_elements,
+    matrix_work=newton_schulz_work,
+    matrix_dtype_key="muon_dtype",
     takes=is_hidden_matrix,
     others=_ADAM,
     needs_matrices=True,
 )
-RULES: Mapping[str, UpdateRule] = {rule.name: rule for rule in (_ADAM, _LION, _MUON)}
+_SOAP = UpdateRule(
+    "soap",
+    (),
+    # Read the gradient, write what is sent; read and write the weights, read what came back.
+    moved_bytes=4 + 4 + 12,
+    flops=4,
+    matrix_flops=soap_flops,
+    matrix_work=soap_work,
+    matrix_states=(
+        MatrixState("rotated_exp_avg", lambda shape, config: shape),
+        MatrixState("rotated_exp_avg_sq", lambda shape, config: shape),
+        MatrixState("left_gram", _side(0)),
+        MatrixState("right_gram", _side(1)),
+        MatrixState("left_basis", _side(0), is_identity=True),
+        MatrixState("right_basis", _side(1), is_identity=True),
+    ),
+    matrix_dtype_key="soap_dtype",
+    computes_wide=True,
+    takes=is_hidden_matrix,
+    others=_ADAM,
+    needs_matrices=True,
+)
+RULES: Mapping[str, UpdateRule] = {rule.name: rule for rule in (_ADAM, _LION, _MUON, _SOAP)}
 
 
 def rule_of(config: OptimizerConfig) -> UpdateRule:

@@ -8,16 +8,18 @@ go to any rank, and one that is too large for one home is divided among all, in 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from megatron3d.parallel.layout import Box, ParamSpec, Part, span
+from megatron3d.parallel.layout import Box, ParamSpec, Part, Shape, span
 from megatron3d.parallel.mesh import PIPELINE, Axes, Mesh
 
 # Least number of matrices of a round, and of their elements, for each home: with fewer, some would be idle.
 MATRICES_PER_HOME, ELEMENTS_PER_HOME = 2, 2**24
 # Parameters of a flat buffer by path.
 Params = Mapping[str, ParamSpec]
+# Returns the work on a matrix of a shape, up to a factor.
+Work = Callable[[Shape], float]
 
 
 class HomeMatrix(NamedTuple):
@@ -56,13 +58,13 @@ def home_axes(mesh: Mesh) -> Axes:
     return mesh.nontrivial(mesh.without(mesh.names, (PIPELINE,)))
 
 
-def plan_homes(flats: Sequence[Params], mesh: Mesh, most: float = math.inf) -> list[HomeRound]:
+def plan_homes(flats: Sequence[Params], mesh: Mesh, work: Work, most: float = math.inf) -> list[HomeRound]:
     """Return the rounds in which the matrices of flat buffers are computed, in the order of backward.
 
     Longest first, each matrix goes to the rank that has the least to do by then.  Those of more than `most` elements
     are divided among all ranks.
     """
-    ranks = _HomeRanks(mesh, most)
+    ranks = _HomeRanks(mesh, work, most)
     return [
         HomeRound(numbers, tuple(ranks.assign([flats[number] for number in numbers])))
         for numbers in _grouped(flats, ranks.size)
@@ -98,17 +100,11 @@ def slab(part: Part, index: int, count: int) -> Box:
     return (cut, (0, columns)) if rows > columns else ((0, rows), cut)
 
 
-def _work(part: Part) -> float:
-    """Return the operations of orthogonalizing a matrix, up to a factor."""
-    small, large = sorted(part.shape)
-    return float(large) * small * small
-
-
 class _HomeRanks:
     """The ranks that matrices are divided among, with what each has to do so far."""
 
-    def __init__(self, mesh: Mesh, most: float) -> None:
-        self._mesh, self._most, axes = mesh, most, home_axes(mesh)
+    def __init__(self, mesh: Mesh, work: Work, most: float) -> None:
+        self._mesh, self._work, self._most, axes = mesh, work, most, home_axes(mesh)
         self.size, self._ranks = mesh.size(axes), mesh.ranks(axes)
         self._load = [0.0] * self.size
         self._spans: dict[tuple[int, Axes], list[tuple[int, int]]] = {}
@@ -122,12 +118,12 @@ class _HomeRanks:
             for index, part in enumerate(spec.parts)
         ]
         homes = [range(0)] * len(found)
-        for place in sorted(range(len(found)), key=lambda place: -_work(found[place][2])):
+        for place in sorted(range(len(found)), key=lambda place: -self._work(found[place][2].shape)):
             _, holders, part = found[place]
             first = min(holders, key=self._load.__getitem__)
             homes[place] = range(self.size) if self.divides(part, len(holders)) else range(first, first + 1)
             for home in homes[place]:
-                self._load[home] += _work(part) / len(homes[place])
+                self._load[home] += self._work(part.shape) / len(homes[place])
         return [
             HomeMatrix(path, part, home, slab(part, home - ranks[0], len(ranks)))
             for (path, _, part), ranks in zip(found, homes, strict=True)

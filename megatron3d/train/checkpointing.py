@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ ORDER_OF_SAMPLES = frozenset({"corpus", "data.split", "train.seed"})
 
 def source_of(state: TrainState) -> PieceSource:
     """Return a function that yields the pieces this rank writes, each tensor copied by the function it is given."""
-    return lambda copy: _pieces(state, copy)
+    return lambda copy: chain(_pieces(state, copy), _home_pieces(state, copy))
 
 
 def describe(state: TrainState, identity: Mapping[str, JsonValue], config: Config | None = None) -> Mapping[str, Any]:
@@ -130,8 +131,9 @@ def try_load(
     comm, buffers = state.model.comm, state.buffers
     only = None if options.optimizer else "model"
     pieces = list(_pieces(state, None, only))
+    own = list(_home_pieces(state)) if options.optimizer else []
     try:
-        names = {piece.name for piece in pieces}
+        names = {piece.name for piece in (*pieces, *own)}
         prefix = "" if options.optimizer else "model."
         device = buffers.flat_buffers[0].main.device
         index = read.read_index_on_all_ranks(folder, comm, names, prefix, options.source.read_index, device)
@@ -143,10 +145,13 @@ def try_load(
     run_on_all_ranks(comm, lambda: metas.append(_check_compatible(folder, index, state, identity, options)))
     if options.optimizer and changed_rule(metas[0], state):
         pieces = [piece for piece in pieces if piece.name in index.tensors or piece.name.startswith("model.")]
+        own = [piece for piece in own if piece.name in index.tensors]
     restarts = not options.optimizer or lacks_averages(index, state)
     if restarts:
         pieces = [piece for piece in pieces if not piece.name.startswith(AVERAGES)]
     buffers.settle()
+    for each in state.optimizer.home_state if options.optimizer else ():
+        each.reset()
     # What no checkpoint has, the padding, becomes 0: it must not keep non-finite values after a rollback.
     tables = state.model.routers.tables()
     memory = [shard.values for _, shard in _flat_memory(state, only)]
@@ -154,7 +159,7 @@ def try_load(
     mode, sharded = state.model.mode, buffers.sharding.axes
     replicas = state.model.comm.mesh.without((*DATA, *mode.context), (*sharded, *mode.experts, *mode.etensor))
     source = read.BoxSource(folder, index, options.source.open_file)
-    damage = read.load_on_all_ranks(source, pieces, memory, comm, replicas)
+    damage = read.load_on_all_ranks(source, pieces, memory, comm, replicas, own)
     if damage:
         return damage
     if restarts:
@@ -347,8 +352,11 @@ def new_state(folder: Path, index: store.Index, state: TrainState) -> Iterator[s
     if lacks_averages(index, state):
         yield f"{AVERAGES.rstrip('.')}: the current weights at first, since {folder} has none"
     kept_apart = ("model", AVERAGES.rstrip("."))
-    held = {prefix: list[str]() for prefix, _ in _flat_memory(state) if prefix not in kept_apart}
-    for piece in _pieces(state):
+    begins = {prefix: "0" for prefix, _ in _flat_memory(state) if prefix not in kept_apart}
+    for each in state.optimizer.home_state:
+        begins[f"optimizer.{each.kind.name}"] = "the identity" if each.kind.is_identity else "0"
+    held = {prefix: list[str]() for prefix in begins}
+    for piece in (*_pieces(state), *_home_pieces(state)):
         prefix = next((each for each in held if piece.name.startswith(f"{each}.")), None)
         if prefix is not None:
             held[prefix].append(piece.name)
@@ -356,7 +364,7 @@ def new_state(folder: Path, index: store.Index, state: TrainState) -> Iterator[s
         missing = {*names} - index.tensors.keys()
         if missing:
             which = "all its" if len(missing) == len({*names}) else f"{len(missing)} of {len({*names})}"
-            yield f"{prefix}: 0 at first for {which} tensors, which {folder} has not"
+            yield f"{prefix}: {begins[prefix]} at first for {which} tensors, which {folder} has not"
 
 
 def _pieces(
@@ -376,6 +384,14 @@ def _pieces(
             yield from param_pieces(prefix, spec, values, mesh, start)
     if copy is None or is_first(mesh):
         yield from _router_pieces(state, copy or (lambda tensor: tensor), only)
+
+
+def _home_pieces(state: TrainState, copy: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Iterator[store.Piece]:
+    """Yield the state of the whole matrices whose home this rank is, which no other rank holds."""
+    for kind, parts, values in state.optimizer.home_state:
+        for part, each in zip(parts, values, strict=True):
+            box = tuple((0, size) for size in each.shape)
+            yield store.Piece(f"optimizer.{kind.name}.{part}", tuple(each.shape), box, copy(each))
 
 
 # Prefixes of the names of routers' tables: the bias of the choice belongs to the model, the load to its training.

@@ -117,7 +117,7 @@ def train_step(
     grad_norm = scale.unscale(square.sqrt())
     before_update()
     with observer(UPDATE):
-        skipped = state.optimizer.step(grad_norm, lr, weight_decay)
+        skipped = state.optimizer.step(grad_norm, lr, weight_decay, state.iteration)
         model.routers.update(counts, skipped)
     state.iteration += 1
     state.consumed_samples += settings.num_samples

@@ -151,7 +151,7 @@ def tensors_by_kind(state: TrainState) -> dict[str, list[Tensor]]:
         "weights": [] if state.buffers.sharding.params else [flat.params for flat in flats],
         "main weights": mains,
         "gradients": [flat.grad if flat.full_grad is None else flat.full_grad for flat in flats],
-        "optimizer": [shard.values for shard in optimizer.state],
+        "optimizer": optimizer.state_values,
     }
 
 

@@ -44,6 +44,11 @@ def _attention_backward_flop(dy_shape: Shape, *qkv_shapes: Shape, **_: object) -
     return 2 * _attention_flop(q_shape, k_shape, v_shape)
 
 
+def _qr_flop(shape: Shape, *_: object, **__: object) -> int:
+    """Return the FLOPs of R and Q of square matrices (Golub and Van Loan, Matrix Computations, section 5.2)."""
+    return 8 * math.prod(shape) * shape[-1] // 3
+
+
 def _flash_flop(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, *rest: Any, out_val: Any, **named: Any) -> int:
     """Return the FLOPs of flash attention of [B, S, N, D]; torch's formula knows sequences between bounds alone."""
     if bounds is not None:
@@ -65,6 +70,7 @@ def flop_formulas() -> Mapping[Any, Callable[..., int]]:
     aten = torch.ops.aten
     ours: Mapping[Any, Callable[..., int]] = {
         torch.ops.mkldnn._linear_pointwise: _linear_flop,
+        aten.linalg_qr: _qr_flop,
         aten.baddbmm: lambda *_, **__: 0,  # scores that attention's backward recomputes from single operations
         aten._scaled_dot_product_flash_attention_for_cpu: _attention_flop,
         aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flop,

@@ -36,7 +36,7 @@ NUM_RANKS = 8
 BATCHES = ((4, 8, 16), (6, 12))
 
 TRAIN = {"precision": "fp64", "loss_chunk_tokens": 12, "bucket_mb": 0.01}
-# Adam and Lion multiply the rounding of gradients that are zero but for it by lr / eps: 1e4 here, 1e6 by default.
+# Adam, SOAP and Lion multiply the rounding of gradients that are zero but for it by lr / eps: 1e4 here, 1e6 by default.
 OPTIMIZER = {"lr": 1e-2, "clip_grad": 0.5, "lr_warmup_iters": 1, "adam_eps": 1e-6, "lion_eps": 1e-6, "ema_decay": 0.8}
 # Parameters of all models that are updated otherwise.
 GROUP = {"params": ["embedding.*", "*.attention.proj.*"], "lr_mult": 0.5, "wd_mult": 2.0}
@@ -45,6 +45,7 @@ RULES: Mapping[str, Mapping[str, Any]] = {
     "adam": {"optimizer": "adam"},
     "lion": {"optimizer": "lion"},
     "muon": {"optimizer": "muon"},
+    "soap": {"optimizer": "soap"},
     "adam in groups": {"optimizer": "adam", "param_groups": [GROUP]},
     "muon in groups": {
         "optimizer": "muon",
@@ -53,6 +54,7 @@ RULES: Mapping[str, Mapping[str, Any]] = {
         "qk_clip": True,
         "qk_clip_threshold": 0.01,
     },
+    "soap in groups": {"optimizer": "soap", "param_groups": [GROUP]},
 }
 SMALL = {"num_layers": 2, "hidden_size": 48, "seq_length": 8, "kv_channels": 8, "make_vocab_size_divisible_by": 1}
 MODELS: Mapping[str, Mapping[str, Any]] = {

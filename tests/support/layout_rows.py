@@ -5,7 +5,8 @@ ranks, packed documents, ZeRO stage, HSDP replicas, activation recomputation, ov
 batch, model, folding of experts, dispatcher.  Modes and schedules come from the registries, so that a new one is
 covered as soon as it is registered.  A folding is a class, of which a row has one at random.  Rows that cover every
 pair of what keeps state between steps train two steps, between which a non-finite gradient skips an update on all
-ranks, half of them with Muon and a quarter with Lion, half of them with groups of parameters; the others train one.
+ranks, half of them with Muon, a quarter with SOAP and the others with AdamW or Lion, half of them with groups of
+parameters; the others train one.
 """
 
 from __future__ import annotations
@@ -258,6 +259,16 @@ def step_pairs(row: Row) -> frozenset[Any]:
 
 
 TWO_STEP_ROWS = frozenset(pick([step_pairs(row) for row in ROWS]))
+TWO_STEP_RULES = (
+    "adam in groups",
+    "muon",
+    "soap",
+    "muon in groups",
+    "lion",
+    "muon",
+    "soap in groups",
+    "muon in groups",
+)
 PROCESS_ROWS = pick([frozenset(row.items()) for row in ROWS])
 NORM_FACTORS = ("form", "model", "dispatcher")
 _NORM_PAIRS = [frozenset((name, row[name]) for name in NORM_FACTORS if row["model"] in WITH_NORMS) for row in ROWS]
@@ -297,9 +308,8 @@ def folding_keys(row: Row, spec: RunSpec) -> dict[str, Any]:
 
 
 def rule_of(place: int) -> str:
-    """Return the update rule of a row: of two steps, half of the rows have the one that exchanges matrices."""
-    rules = "adam in groups", "muon", "lion", "muon in groups"
-    return rules[sorted(TWO_STEP_ROWS).index(place) % len(rules)] if place in TWO_STEP_ROWS else "adam"
+    """Return the update rule of a row: of two steps, most rows have one that exchanges matrices."""
+    return TWO_STEP_RULES[sorted(TWO_STEP_ROWS).index(place) % 8] if place in TWO_STEP_ROWS else "adam"
 
 
 def build(row: Row, folder: Path, rule: str = "adam") -> Case:

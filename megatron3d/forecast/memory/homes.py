@@ -14,7 +14,7 @@ from megatron3d.config.schema import ITEMSIZES
 from megatron3d.forecast.memory.flat_buffers import FlatBufferSize
 from megatron3d.forecast.memory.step_spec import StepSpec
 from megatron3d.optim.rule_spec import GroupSpec
-from megatron3d.parallel.home_plan import HomeMatrix, home_axes, plan_homes
+from megatron3d.parallel.home_plan import HomeMatrix, HomeRound, home_axes, plan_homes
 from megatron3d.parallel.layout import ParamSpec, Shape
 from megatron3d.parallel.mesh import Mesh
 
@@ -31,16 +31,34 @@ class _RoundBytes(NamedTuple):
 
 def home_bytes(step: StepSpec, flats: Sequence[FlatBufferSize]) -> int:
     """Return the most bytes at a time; 0 without matrices."""
+    found = (_group_bytes(step, group, with_group) for group, with_group in _groups(flats).items())
+    return max(found, default=0)
+
+
+def home_state_bytes(step: StepSpec, flats: Sequence[FlatBufferSize]) -> int:
+    """Return the bytes of the state of the matrices whose home this rank is."""
+    me, numel = step.local.mesh.index(home_axes(step.local.mesh)), 0
+    for group, with_group in _groups(flats).items():
+        for each in _rounds(step, group, with_group) if group.rule.matrix_states else ():
+            shapes = (matrix.part.shape for matrix in each.matrices if matrix.home == me)
+            numel += sum(group.rule.matrix_state_numel(shape, step.optimizer) for shape in shapes)
+    return numel * step.local.wide
+
+
+def _groups(flats: Sequence[FlatBufferSize]) -> dict[GroupSpec, list[FlatBufferSize]]:
+    """Return the flat buffers with whole matrices of each group."""
     groups = dict.fromkeys(group for flat in flats for group in flat.matrices)
-    return max(
-        (_group_bytes(step, group, [flat for flat in flats if group in flat.matrices]) for group in groups), default=0
-    )
+    return {group: [flat for flat in flats if group in flat.matrices] for group in groups}
+
+
+def _rounds(step: StepSpec, group: GroupSpec, flats: Sequence[FlatBufferSize]) -> list[HomeRound]:
+    work, config = group.rule.matrix_flops, step.optimizer
+    matrices, most = [flat.matrices[group] for flat in flats], group.rule.max_home_elements(config)
+    return plan_homes(matrices, step.local.mesh, lambda shape: work(shape, config), most)
 
 
 def _group_bytes(step: StepSpec, group: GroupSpec, flats: Sequence[FlatBufferSize]) -> int:
-    planned = plan_homes(
-        [flat.matrices[group] for flat in flats], step.local.mesh, group.rule.max_home_elements(step.optimizer)
-    )
+    planned = _rounds(step, group, flats)
     none = _RoundBytes(0, 0, 0, 0, 0)
     found = (_round_bytes(step, group, [flats[number] for number in each.flats], each.matrices) for each in planned)
     rounds = [none, *found, none]
@@ -56,8 +74,8 @@ def _peak(before: _RoundBytes, each: _RoundBytes, after: _RoundBytes) -> int:
 def _round_bytes(
     step: StepSpec, group: GroupSpec, flats: Sequence[FlatBufferSize], matrices: Sequence[HomeMatrix]
 ) -> _RoundBytes:
-    mesh, wide = step.local.mesh, step.local.wide
-    itemsize = wide if wide > 4 else ITEMSIZES[step.optimizer.muon_dtype]
+    mesh, wide, rule = step.local.mesh, step.local.wide, group.rule
+    itemsize = wide if wide > 4 else ITEMSIZES[rule.matrix_dtype(step.optimizer)]
     axes = home_axes(mesh)
     me, is_alone = mesh.index(axes), mesh.size(axes) == 1
     held = sum(flat.held(mesh)[group] for flat in flats)
@@ -68,14 +86,10 @@ def _round_bytes(
     sent = round(held * once / sum(each.numel for each in matrices))
     given = sum(each.numel * copies[each.path] for each in mine)
     alike = Counter[tuple[Shape, int]]((each.part.shape, each.numel) for each in mine)
-    work = max((count * _work_numel(*kind) for kind, count in alike.items()), default=0)
+    works = (count * rule.matrix_work(shape, step.optimizer, numel) for (shape, numel), count in alike.items())
+    work = max(works, default=0) * (wide if rule.computes_wide else itemsize)
     there, back = (sent, given) if is_alone else (sent + home, given + held)
-    return _RoundBytes(held * wide, there * itemsize, back * itemsize, home * itemsize, work * itemsize)
-
-
-def _work_numel(whole: Shape, numel: int) -> int:
-    """Return the elements of an iteration's input and result, and of two products of the whole's smaller side."""
-    return 2 * (numel + min(whole) ** 2)
+    return _RoundBytes(held * wide, there * itemsize, back * itemsize, home * itemsize, work)
 
 
 def _num_copies(flat: FlatBufferSize, spec: ParamSpec, mesh: Mesh) -> int:

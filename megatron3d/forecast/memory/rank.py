@@ -38,6 +38,7 @@ from megatron3d.forecast.memory.activations import (
     total_bytes,
 )
 from megatron3d.forecast.memory.flat_buffers import flat_buffer_sizes, held_params
+from megatron3d.forecast.memory.homes import home_state_bytes
 from megatron3d.forecast.memory.step_spec import StepSpec, make_step_spec
 from megatron3d.forecast.memory.sweep import Moment, Sweep
 from megatron3d.forecast.time.hardware import KernelRates
@@ -200,7 +201,9 @@ class MemoryOfRank:
     @cached_property
     def _optimizer(self) -> int:
         shards = (flat.held(self._step.local.mesh) for flat in self._flats)
-        return sum(numel * self._step.state_bytes(group.rule) for held in shards for group, numel in held.items())
+        rules = ((group.rule, numel) for held in shards for group, numel in held.items())
+        of_shards = sum(numel * self._step.state_bytes(rule) for rule, numel in rules)
+        return of_shards + home_state_bytes(self._step, self._flats)
 
     def _with(self, activations: int, shards: int, peaks: Mapping[str, int]) -> RankMemory:
         """Return the memory with these bytes of activations, residual shards in transfer and peaks."""
@@ -248,7 +251,7 @@ def snapshot_bytes(step: StepSpec) -> int:
         * (step.local.wide + step.state_bytes(group_of(step.optimizer, path, spec).rule))
         for path, _, spec in held_params(step)
     )
-    return round(written)
+    return round(written) + home_state_bytes(step, flat_buffer_sizes(step))
 
 
 # A pipeline rank waits for the gradients of its first microbatch when it has launched the forwards of all in flight.

@@ -605,7 +605,7 @@ def update_bytes(step: StepSpec, flats: Sequence[FlatBufferSize]) -> int:
 
 
 def _pieces_bytes(step: StepSpec, rule: UpdateRule, flats: Sequence[FlatBufferSize]) -> int:
-    narrow = min(rule.state_itemsizes(step.optimizer, step.local.wide)) < step.local.wide
+    narrow = min(rule.state_itemsizes(step.optimizer, step.local.wide), default=step.local.wide) < step.local.wide
     numbers = rule.piece_numbers_narrow if narrow else rule.piece_numbers
     held = (flat.held(step.local.mesh) for flat in flats) if numbers else ()
     mine = (numel for each in held for group, numel in each.items() if group.rule is rule)

@@ -80,10 +80,11 @@ def update_s(
     matrices = layer_matrices(local.arch, local.mode, mesh, optimizer)
     of_matrices = num_layers * matrices.local / shards
     seconds = _elementwise_s({rule: of_matrices, rule.others: mine - of_matrices}, machine, optimizer)
-    axes, itemsize = home_axes(mesh), ITEMSIZES[optimizer.muon_dtype]
+    axes, dtype = home_axes(mesh), rule.matrix_dtype(optimizer)
+    itemsize = ITEMSIZES[dtype]
     at_home = max(num_layers * matrices.flops / mesh.size(axes), matrices.longest) if num_layers else 0.0
     at_home += num_layers * matrices.slab_flops
-    is_fast = optimizer.muon_dtype == "bf16" or device.itemsize > 4
+    is_fast = (dtype == "bf16" and not rule.computes_wide) or device.itemsize > 4
     seconds += device.matmul_bound_s(at_home) * (1 if is_fast else device.peak / device.plain_peak)
     moved = num_layers * matrices.elements / mesh.size(axes), of_matrices
     calls = [ring("all_to_all", axes, numel * itemsize, mesh) for numel in moved]

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,7 @@ from megatron3d.config.schema import CheckpointConfig, Config, OptimizerConfig
 from megatron3d.errors import UserError
 from megatron3d.forecast.memory.rank import predict_memory
 from megatron3d.forecast.time.step import load_machine, predict_time
-from megatron3d.model.local_sizes import KERNELS
 from megatron3d.model.param_spec import param_specs
-from megatron3d.model.params import normal_box, part_views
 from megatron3d.optim.muon import SCALES, newton_schulz, scale_of
 from megatron3d.optim.rule_spec import RULES, is_hidden_matrix, newton_schulz_flops
 from megatron3d.parallel.home_plan import HomeMatrix, plan_homes, slab
@@ -34,37 +31,30 @@ from megatron3d.parallel.layout import ParamSpec, Part
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.pipeline.lower import lower
 from megatron3d.train.checkpointing import LoadOptions, describe, load_state, new_state, source_of
-from megatron3d.train.state import TrainState, build_state
-from megatron3d.train.step import StepSettings, train_step
-from megatron3d.verify.dry_run import microbatches, run_rank, step_totals
+from megatron3d.train.state import build_state
+from megatron3d.verify.dry_run import run_rank, step_totals
+from tests.support import matrix_rules
+from tests.support.matrix_rules import (
+    KERNEL,
+    LAYOUTS,
+    MEMORY_LAYOUTS,
+    MODEL,
+    VOCAB_SIZE,
+    build,
+    initial_matrices,
+    parts_of,
+    random_gradient,
+    train_and_save,
+    train_with_random_gradients,
+)
 from tests.support.tiny_run import stored
 from tests.support.turn_ranks import connect, run_turns
 
-# The process group of a dry run receives a reduce-scatter's sum, as NCCL does.
-KERNEL = replace(KERNELS["cpu"], num_received=0)
-
-VOCAB_SIZE, NUM_RANKS = 61, 4
-MODEL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 8}
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "one rank": {},
-    "ZeRO 0": {},
-    "ZeRO 1": {"zero_stage": 1, "tensor_model_parallel_size": 2},
-    "ZeRO 2, HSDP": {"zero_stage": 2, "num_distributed_optimizer_instances": 2},
-    "2-D": {"tensor_parallel_mode": "2d", "tensor_parallel_shape": [2, 2]},
-}
+NUM_RANKS = 4
 
 
 def configure(layout: str, precision: str = "fp64", **optimizer: Any) -> Config:
-    train = {"micro_batch_size": 2, "global_batch_size": 8, "precision": precision}
-    sections = {"model": MODEL, "parallel": LAYOUTS[layout], "train": train}
-    return Config.model_validate({**sections, "optimizer": {"optimizer": "muon", "clip_grad": 0.0, **optimizer}})
-
-
-def build(rank: int, world_size: int, config: Config) -> TrainState:
-    spec = RunSpec(config, world_size, VOCAB_SIZE, rank)
-    state = build_state(spec, connect(spec), torch.device("cpu"))
-    state.buffers.settle()
-    return state
+    return matrix_rules.configure(layout, precision, **{"optimizer": "muon", **optimizer})
 
 
 def authors_step(w: Tensor, g: Tensor, m: Tensor, lr: float, decay: float, nesterov: bool) -> tuple[Tensor, Tensor]:
@@ -78,27 +68,6 @@ def authors_step(w: Tensor, g: Tensor, m: Tensor, lr: float, decay: float, neste
         x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
     x = x.T if len(w) > w.shape[1] else x
     return w * (1 - lr * decay) - lr * 0.2 * math.sqrt(max(w.shape)) * x, m
-
-
-def train_two_steps(rank: int, world_size: int, config: Config) -> dict[str, Tensor]:
-    """Return the boxes of matrices after two steps with random gradients, each in a tensor of the whole shape."""
-    state = build(rank, world_size, config)
-    buffers, mesh = state.buffers, state.model.comm.mesh
-    for seed in (1, 2):
-        buffers.settle()
-        for name, start, values in buffers.shards("grad"):
-            for part, box, view in part_views(buffers.specs[name], values, mesh, start):
-                view.copy_(normal_box(seed, part.name, part.shape, box))
-        state.optimizer.step(torch.tensor(1.0), 0.1)
-    buffers.settle()
-    found = {}
-    for name, spec in buffers.specs.items():
-        for part, box, view in part_views(spec, state.model.get_parameter(name), mesh):
-            if is_hidden_matrix(name, spec):
-                whole = torch.zeros(part.shape, dtype=view.dtype)
-                whole[tuple(slice(*edges) for edges in box)] = view / spec.num_copies(mesh, mesh.names)
-                found[part.name] = state.model.comm.all_reduce(whole, mesh.names).wait()
-    return found
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
@@ -120,16 +89,13 @@ def test_a_matrix_that_is_divided_is_orthogonalized_as_a_whole(layout: str, num_
 def check_two_steps(config: Config, num_ranks: int) -> None:
     """Compare two steps of each matrix with the authors'."""
     nesterov = config.optimizer.muon_use_nesterov
-    specs = build(0, 1, configure("one rank")).buffers.specs.values()
-    std = {part.name: spec.init for spec in specs for part in spec.parts}
-    for got in run_turns(train_two_steps, num_ranks, config):
+    initial = initial_matrices(config)
+    for got in run_turns(train_with_random_gradients, num_ranks, config):
         assert len(got) == 2 * 6
         for name, matrix in got.items():
-            box = tuple((0, size) for size in matrix.shape)
-            w = normal_box(config.train.seed, name, tuple(matrix.shape), box).mul(std[name]).double()
-            m = torch.zeros_like(w)
+            w, m = initial[name], torch.zeros_like(initial[name])
             for seed in (1, 2):
-                g = normal_box(seed, name, tuple(matrix.shape), box).double()
+                g = random_gradient(seed, name, matrix.shape)
                 w, m = authors_step(w, g, m, 0.1, 0.3, nesterov)
             torch.testing.assert_close(matrix, w, rtol=1e-10, atol=1e-12)
 
@@ -163,17 +129,16 @@ def test_the_scales_are_those_of_megatron() -> None:
 
 def test_bf16_orthogonalizes_in_bf16() -> None:
     """It differs from fp32 by about the rounding of bf16, and less than another direction would."""
-    wide, narrow = (
-        run_turns(train_two_steps, 2, configure("ZeRO 0", "fp32", muon_dtype=dtype))[0] for dtype in ("fp32", "bf16")
-    )
+    configs = (configure("ZeRO 0", "fp32", muon_dtype=dtype) for dtype in ("fp32", "bf16"))
+    wide, narrow = (run_turns(train_with_random_gradients, 2, config)[0] for config in configs)
     for name, matrix in wide.items():
         assert 1e-4 < (matrix - narrow[name]).norm() / matrix.norm() < 0.05, name
 
 
 def test_the_configuration_knows_which_rules_need_matrices() -> None:
     """It creates their process group, and imports no rule."""
-    assert {name for name in RULES if OptimizerConfig(optimizer=name).needs_matrices} == {"muon"}
-    assert {name for name, rule in RULES.items() if rule.needs_matrices} == {"muon"}
+    assert {name for name in RULES if OptimizerConfig(optimizer=name).needs_matrices} == {"muon", "soap"}
+    assert {name for name, rule in RULES.items() if rule.needs_matrices} == {"muon", "soap"}
 
 
 def test_matrices_are_divided_by_their_work() -> None:
@@ -182,10 +147,11 @@ def test_matrices_are_divided_by_their_work() -> None:
     specs = {
         f"layers.{n}.w.weight": ParamSpec((Part(f"{n}", shape, shape),), ((), ()), ()) for n, shape in enumerate(shapes)
     }
-    (found,) = plan_homes([specs], Mesh((("pipeline", 2), ("replica", 1), ("data", 3), ("t", 1))))
+    work_of = partial(newton_schulz_flops, config=OptimizerConfig())
+    (found,) = plan_homes([specs], Mesh((("pipeline", 2), ("replica", 1), ("data", 3), ("t", 1))), work_of)
     work = [0.0, 0.0, 0.0]
     for each in found.matrices:
-        work[each.home] += newton_schulz_flops(each.part.shape, OptimizerConfig())
+        work[each.home] += work_of(each.part.shape)
     assert len(found.matrices) == 16 and max(work) < 1.1 * sum(work) / 3
 
 
@@ -194,24 +160,13 @@ def test_experts_stay_on_ranks_that_hold_them() -> None:
     spec = ParamSpec(parts, ((), ()), (), part_axes=("data",))
     large = ParamSpec((Part("qkv", (16, 16), (16, 16)),), ((), ()), ())
     params = {"layers.0.attention.qkv.weight": large, "layers.0.mlp.experts.fc1.weight": spec}
-    (found,) = plan_homes([params], Mesh((("data", 4), ("t", 2))))
+    (found,) = plan_homes([params], Mesh((("data", 4), ("t", 2))), math.prod)
 
     def is_near(each: HomeMatrix) -> bool:
         return each.home // 2 == int(each.part.name.rpartition(".")[2]) // 2
 
     assert found.matrices[0].home == 0 and all(map(is_near, found.matrices[1:]))
     assert len({each.home for each in found.matrices}) == 8
-
-
-MEMORY_LAYOUTS: list[tuple[int, dict[str, Any]]] = [
-    (1, {}),
-    (2, {}),
-    (2, {"zero_stage": 1}),
-    (4, {"zero_stage": 2, "tensor_model_parallel_size": 2}),
-    (4, {"zero_stage": 3}),
-    (4, {"zero_stage": 1, "pipeline_model_parallel_size": 2}),
-    (8, {"tensor_parallel_mode": "3d", "tensor_parallel_shape": [2, 2, 2]}),
-]
 
 
 GROUPS: list[dict[str, Any]] = [
@@ -299,22 +254,6 @@ def test_slabs_cover_a_matrix_once() -> None:
         assert held.eq(1).all()
 
 
-def train_and_save(rank: int, world_size: int, config: Config, source: Path | None, root: Path, num_steps: int) -> None:
-    """Train steps, from a checkpoint if one is given, and save."""
-    spec = RunSpec(config, world_size, VOCAB_SIZE, rank)
-    state = build_state(spec, connect(spec), torch.device("cpu"))
-    if source is not None:
-        load_state(source, state, {}, LoadOptions(accept=frozenset(config.checkpoint.accept_changed)))
-    for _ in range(num_steps):
-        train_step(state, microbatches(spec), 0.01, StepSettings(config.train.seed, 64, 8))
-    pieces = source_of(state)(lambda tensor: tensor)
-    store.save(root, state.iteration, pieces, describe(state, {}, config), state.model.comm)
-
-
-def parts_of(names: Iterable[str], kind: str) -> set[str]:
-    return {name.removeprefix(f"{kind}.") for name in names if name.startswith(f"{kind}.")}
-
-
 @pytest.mark.parametrize(("source", "target"), [("ZeRO 1", "2-D"), ("2-D", "ZeRO 2, HSDP")])
 def test_a_run_continues_in_another_layout(source: str, target: str, tmp_path: Path) -> None:
     """In its own layout bit for bit; every matrix has a momentum, every other parameter AdamW's moments."""
@@ -373,16 +312,13 @@ def test_other_rules_of_groups_need_consent_and_other_factors_do_not(tmp_path: P
     assert len(new) == 2 and all("0 at first for 2 of" in line for line in new)
 
 
-@pytest.mark.parametrize("rule", ["adam", "lion", "muon"])
+@pytest.mark.parametrize("rule", ["adam", "lion", "muon", "soap"])
 def test_a_skipped_update_changes_nothing(rule: str) -> None:
     state = build(0, 1, configure("one rank", "fp32", optimizer=rule))
     for norm, poison in ((1.0, 0.0), (math.nan, math.inf)):
         for number, (_, _, grad) in enumerate(state.buffers.shards("grad")):
             grad.copy_(torch.randn(grad.shape, generator=torch.Generator().manual_seed(number))).add_(poison)
-        held = [
-            *(values for _, _, values in state.buffers.shards("main")),
-            *(each.values for each in state.optimizer.state),
-        ]
+        held = [*(values for _, _, values in state.buffers.shards("main")), *state.optimizer.state_values]
         before = [values.clone() for values in held]
         skipped = state.optimizer.step(torch.tensor(norm), 0.1)
         assert skipped == math.isnan(norm)

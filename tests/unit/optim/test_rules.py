@@ -6,7 +6,7 @@ state tensor, and one that divides whole matrices by their spectral norm, on the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -34,7 +34,7 @@ from tests.support.checkpoints import save_state
 from tests.support.tiny_run import stored
 from tests.support.turn_ranks import connect, run_turns
 
-VOCAB_SIZE, NUM_RANKS, F32 = 61, 4, torch.float32
+VOCAB_SIZE, NUM_RANKS = 61, 4
 SIGN = UpdateRule("sign", (StateTensor("momentum"),), moved_bytes=20, flops=7)
 NARROW = replace(SIGN, name="narrow", states=(StateTensor("momentum", "exp_avg_dtype"),))
 SPECTRAL = replace(SIGN, name="spectral", takes=is_hidden_matrix, others=SIGN, needs_matrices=True)
@@ -58,7 +58,10 @@ def spectral_update(exchange: MatrixExchange) -> Update:
         def sources(round_: Round) -> dict[int, Tensor]:
             return {shard: group.grads[shard].clone() for shard in round_.shards}
 
-        for shard, result in exchange.map(sources, lambda x: x / torch.linalg.matrix_norm(x, 2, keepdim=True), F32):
+        def compute(x: Tensor, states: Mapping[str, Tensor]) -> Tensor:
+            return x / torch.linalg.matrix_norm(x, 2, keepdim=True)
+
+        for shard, result in exchange.map(sources, compute):
             group.mains[shard].sub_(lr * result)
 
     return update
