@@ -1,10 +1,11 @@
-"""Time and bytes of the optimizer's step: Muon with home ranks against every rank computing all, AdamW against torch's.
+"""Time and bytes of the optimizer's step: Muon and SOAP at home ranks or computed by all, AdamW against torch's.
 
 python benchmarks/optimizers.py [--sizes 30M 300M] [--ranks 1 2 4] [--output benchmarks/results/optimizers.json]
 
 The same processes, one thread each, run all contestants interleaved; the time of a step is that of the slowest rank.
-"alone" is Muon on one rank, which is what each rank would do if it computed all matrices itself.  Where there are fewer
-cores than ranks, CPU time says what the ranks would take side by side.
+"alone" is a rule on one rank, which is what each rank would do if it computed all matrices itself.  Where there are
+fewer cores than ranks, CPU time says what the ranks would take side by side.  Of ten steps of SOAP one refreshes bases:
+"soap refresh" is that one.
 """
 
 from __future__ import annotations
@@ -27,14 +28,18 @@ from megatron3d.comm.recording import Recorder
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.train.state import build_state, connect
 
-ALONE, TORCH = "muon alone", "torch.optim.AdamW, fused"
-BASELINES = {"muon": ALONE, "adam": TORCH}
+TORCH = "torch.optim.AdamW, fused"
+# Rule and number of earlier steps, by contestant.
+STEPS = {"muon": ("muon", 0), "soap": ("soap", 10), "soap refresh": ("soap", 9), "adam": ("adam", 0)}
+ON_MATRICES = ("muon", "soap", "soap refresh")
+BASELINES = {**{step: f"{step} alone" for step in ON_MATRICES}, "adam": TORCH}
 
 
 class Ours:
     """A step of our optimizer, with the bytes that this rank sent in the last one."""
 
-    def __init__(self, size: Size, rule: str, num_ranks: int, rank: int, zero_stage: int) -> None:
+    def __init__(self, size: Size, step: str, num_ranks: int, rank: int, zero_stage: int) -> None:
+        rule, self._iteration = STEPS[step]
         config = size.config("fp32", {"zero_stage": zero_stage})
         optimizer = config.optimizer.model_copy(update={"optimizer": rule})
         batch = config.train.model_copy(update={"global_batch_size": num_ranks * config.train.micro_batch_size})
@@ -50,7 +55,7 @@ class Ours:
 
     def __call__(self) -> None:
         self._recorder.calls.clear()
-        self._state.optimizer.step(self._norm, LR)
+        self._state.optimizer.step(self._norm, LR, iteration=self._iteration)
         self._state.buffers.settle()
 
     @property
@@ -78,21 +83,21 @@ def measure(size_name: str, options: argparse.Namespace) -> list[Row]:
     """Return a row per contestant, the same on all ranks."""
     num_ranks, rank, size = dist.get_world_size(), dist.get_rank(), SIZES[size_name]
     builds: dict[str, Callable[[], Ours | Torchs]] = {
-        f"{rule}, ZeRO {stage}": partial(Ours, size, rule, num_ranks, rank, stage)
-        for rule in ("muon", "adam")
+        f"{step}, ZeRO {stage}": partial(Ours, size, step, num_ranks, rank, stage)
+        for step in STEPS
         for stage in (0, 1)[:num_ranks]
     }
-    if num_ranks > 1:
-        builds[ALONE] = partial(Ours, size, "muon", 1, 0, 0)
+    for step in ON_MATRICES if num_ranks > 1 else ():
+        builds[BASELINES[step]] = partial(Ours, size, step, 1, 0, 0)
     builds[TORCH] = partial(Torchs, size)
     steps = {name: build() for name, build in builds.items()}
     turns = slowest_rank(interleaved(steps, options.rounds, options.warmup, dist.barrier))
     rows: list[Row] = []
-    for name, step in steps.items():
-        baseline = BASELINES[name.partition(",")[0].partition(" ")[0]] if isinstance(step, Ours) else TORCH
+    for name, made in steps.items():
+        baseline = BASELINES[name.partition(",")[0].removesuffix(" alone")] if isinstance(made, Ours) else TORCH
         row = {"ranks": num_ranks, "size": size_name, "contestant": name, **milliseconds(turns[name])}
         row |= {"baseline": baseline, "cpu_times_faster": cpu_times_faster(turns, name, baseline)}
-        rows.append(row | {"sent_mb": mean_over_ranks(step.sent_bytes) / 1e6})
+        rows.append(row | {"sent_mb": mean_over_ranks(made.sent_bytes) / 1e6})
     return rows
 
 

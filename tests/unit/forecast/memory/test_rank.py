@@ -127,11 +127,12 @@ def snapshot_sizes(rank: int, world_size: int, config: Config) -> tuple[int, int
 @pytest.mark.parametrize(
     "parallel", [{}, {"tensor_model_parallel_size": 2, "zero_stage": 1}, {"pipeline_model_parallel_size": 2}], ids=str
 )
-def test_the_copy_for_an_asynchronous_save(parallel: dict[str, Any]) -> None:
+@pytest.mark.parametrize("rule", ["adam", "soap"])
+def test_the_copy_for_an_asynchronous_save(parallel: dict[str, Any], rule: str) -> None:
     """Catches ranks that copy what other replicas write, and memory that is rounded up."""
-    for measured, expected in run_turns(
-        snapshot_sizes, NUM_RANKS, configure({}, parallel, precision="bf16", global_batch_size=32)
-    ):
+    config = configure({}, parallel, precision="bf16", global_batch_size=32)
+    config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"optimizer": rule})})
+    for measured, expected in run_turns(snapshot_sizes, NUM_RANKS, config):
         assert 0.85 < expected / measured < 1.15, f"{measured} bytes, not {expected}"
     config = configure({}, parallel, global_batch_size=32)
     saving = config.model_copy(
