@@ -705,7 +705,7 @@ class OptimizerConfig(Section, frozen=True):
         (),
         "parameters that are updated otherwise, the first group whose patterns name one: factors of learning rate and "
         "weight decay, and AdamW in place of the rule",
-        also="group_overrides",
+        also="group_overrides decoupled_lr",
     )
     adam_beta1: float = key(0.9, ge=0, lt=1, also="beta1")
     adam_beta2: float = key(0.95, ge=0, lt=1, also="beta2")
