@@ -38,16 +38,23 @@ class Live:
             self.dead(here if axes != moves(table)[-1].axes else 0)
         return size if table else 0
 
-    def reduced(self, local: LocalSizes, size: int, table: Mapping[str, str | None], first: str) -> int:
-        """Let a partial sum of this size, which lives, be reduced; return the size of the result that is new."""
-        made = 0
+    def reduced(
+        self, local: LocalSizes, size: int, table: Mapping[str, str | None], first: str, lives: bool = True
+    ) -> int:
+        """Let a partial sum of this size be reduced; return the size of the result that is new.
+
+        The partial sum lives on, or else is gone once it was sent.
+        """
+        made, partial = 0, 0 if lives else size
         for axes, dim in moves(table):
             if dim is None:
                 continue
             here, size = size, size // local.mesh.size(axes)
             copied = self.born(here) if dim != first else 0
             received = self.born(here * local.kernels.num_received or size)
+            self.dead(partial)
             self.born(size if local.kernels.num_received else 0)
+            partial = 0
             self.dead(copied, received if local.kernels.num_received else 0, made)
             made = size
         return made
@@ -152,8 +159,8 @@ def head_forward(local: LocalSizes) -> dict[str, int]:
     grad = logits * (local.wide if is_fused else size)
     to_come = local.residual * min(rows, local.tokens) // local.tokens  # of dX, before its GEMM
     at_sum, at_dx, reducing = Live(), Live(), Live()
-    at_sum.reduced(local, at_sum.born(dy), plan.y, "M")
-    at_dx.reduced(local, at_dx.born(x), {axis: plan.x.get(axis) for axis in plan.n}, "M")
+    at_sum.reduced(local, at_sum.born(dy), plan.y, "M", lives=False)
+    at_dx.reduced(local, at_dx.born(x), {axis: plan.x.get(axis) for axis in plan.n}, "M", lives=False)
     normed = local.residual * (1 + (local.arch.logit_scale != 1))
     held = normed + (gathered - whole_dy) * size + before
     forward = held + max(at_loss, at_sum.top * size) - to_come

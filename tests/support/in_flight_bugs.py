@@ -192,7 +192,7 @@ BUGS = [
         _no_wait("all_to_all", "attention/context/exchanges.py:own_positions"),
         NUMBERS,
     ),
-    InFlightBug("no wait for dW", "2d", _no_wait("reduce_scatter", "linear/matmul.py:_wgrad"), NUMBERS),
+    InFlightBug("no wait for dW", "2d", _no_wait("reduce_scatter", "linear/matmul.py:wgrad"), NUMBERS),
     InFlightBug("no wait for W", "2d", _no_wait("all_gather", "linear/collectives.py:_all_gather"), NUMBERS),
     InFlightBug("no wait for a norm's squares", "2d", _no_wait("all_reduce", "ops/norm.py"), NUMBERS),
     InFlightBug("no wait for a norm's means", "2d, LayerNorm", _no_wait("all_gather", "ops/norm.py"), NUMBERS),
@@ -206,8 +206,8 @@ BUGS = [
     InFlightBug("no wait for an FSDP unit", "ZeRO 3", _no_wait("all_gather_into", "zero/flat_buffer.py"), NUMBERS),
     InFlightBug("unit freed early", "ZeRO 3", _free("all_gather_into", "zero/flat_buffer.py"), FREED),
     InFlightBug("gradients freed early", "ZeRO 2", _free("reduce_scatter", "zero/flat_buffer.py"), FREED),
-    InFlightBug("dW freed early", "2d", _free("reduce_scatter", "linear/matmul.py:_wgrad"), FREED),
-    InFlightBug("dW overwritten", "2d", _write_input("reduce_scatter", "linear/matmul.py:_wgrad"), WRITTEN),
+    InFlightBug("dW freed early", "2d", _free("reduce_scatter", "linear/matmul.py:wgrad"), FREED),
+    InFlightBug("dW overwritten", "2d", _write_input("reduce_scatter", "linear/matmul.py:wgrad"), WRITTEN),
     InFlightBug(
         "main_grad reused", "ZeRO 2, one bucket", _replaced(FlatBuffer, "take_grad", _keep_grad_buffer), WRITTEN
     ),
