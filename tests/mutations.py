@@ -165,7 +165,7 @@ MUTATIONS = [
         NOISE,
     ),
     Mutation(
-        "the averages of the noise scale begin anew at each launch",
+        "the averages of the noise scale begin from scratch at each launch",
         "train/noise_scale.py",
         'if KEY in row and row["iteration"] <= run.state.iteration:',
         'if KEY in row and row["iteration"] < 0:',
@@ -354,7 +354,7 @@ MUTATIONS = [
         ("tests/unit/forecast/time/test_data_axis.py",),
     ),
     Mutation(
-        "computation hides the collectives of each stage of a rank anew",
+        "the same computation hides the collectives of each stage of a rank",
         "forecast/time/data_axis.py",
         "1 - hidden_s / total_s",
         "1 - 3 * hidden_s / total_s",

@@ -7,19 +7,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from megatron3d.checkpoint import store
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
+from megatron3d.forecast.memory.rank import predict_memory
 from megatron3d.model.local_sizes import KERNELS
 from megatron3d.model.params import normal_box, part_views
 from megatron3d.optim.rule_spec import is_hidden_matrix
+from megatron3d.pipeline.lower import lower
 from megatron3d.train.checkpointing import LoadOptions, describe, load_state, source_of
 from megatron3d.train.state import TrainState, build_state
 from megatron3d.train.step import StepSettings, train_step
-from megatron3d.verify.dry_run import microbatches
+from megatron3d.verify.dry_run import microbatches, run_rank, step_totals
 from tests.support.turn_ranks import connect
 
 # The process group of a dry run receives a reduce-scatter's sum, as NCCL does.
@@ -113,3 +116,18 @@ def train_and_save(rank: int, world_size: int, config: Config, source: Path | No
 def parts_of(names: Iterable[str], kind: str) -> set[str]:
     """Return the logical tensors of which there is a kind of tensor."""
     return {name.removeprefix(f"{kind}.") for name in names if name.startswith(f"{kind}.")}
+
+
+def check_memory(num_ranks: int, parallel: dict[str, Any], precision: str, optimizer: dict[str, Any]) -> None:
+    """Compare the predicted state and the peak of an update with a dry run, on the first and the last rank."""
+    model = {**MODEL, "num_layers": 4, "hidden_size": 256}
+    train = {"micro_batch_size": 2, "global_batch_size": 16, "precision": precision}
+    sections = {"model": model, "parallel": parallel, "train": train, "optimizer": optimizer}
+    for rank in {0, num_ranks - 1}:
+        spec = RunSpec(Config.model_validate(sections), num_ranks, VOCAB_SIZE, rank)
+        run, memory = run_rank(spec), predict_memory(spec, KERNEL)
+        assert run.between["optimizer"] == memory.optimizer
+        if parallel.get("zero_stage", 0) < 2:  # otherwise whole gradients have the peak, which are freed by then
+            measured = step_totals(run, lower(spec.schedule)[run.coord]).peak
+            assert memory.transient_peaks["update"] == max(memory.transient_peaks.values())
+            assert memory.total == pytest.approx(measured, rel=0.02)

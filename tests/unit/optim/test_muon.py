@@ -21,7 +21,6 @@ from megatron3d.comm.recording import Recorder
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import CheckpointConfig, Config, OptimizerConfig
 from megatron3d.errors import UserError
-from megatron3d.forecast.memory.rank import predict_memory
 from megatron3d.forecast.time.step import load_machine, predict_time
 from megatron3d.model.param_spec import param_specs
 from megatron3d.optim.muon import SCALES, newton_schulz, scale_of
@@ -29,18 +28,16 @@ from megatron3d.optim.rule_spec import RULES, is_hidden_matrix, newton_schulz_fl
 from megatron3d.parallel.home_plan import HomeMatrix, plan_homes, slab
 from megatron3d.parallel.layout import ParamSpec, Part
 from megatron3d.parallel.mesh import Mesh
-from megatron3d.pipeline.lower import lower
 from megatron3d.train.checkpointing import LoadOptions, describe, load_state, new_state, source_of
 from megatron3d.train.state import build_state
-from megatron3d.verify.dry_run import run_rank, step_totals
 from tests.support import matrix_rules
 from tests.support.matrix_rules import (
-    KERNEL,
     LAYOUTS,
     MEMORY_LAYOUTS,
     MODEL,
     VOCAB_SIZE,
     build,
+    check_memory,
     initial_matrices,
     parts_of,
     random_gradient,
@@ -188,18 +185,8 @@ def test_the_memory_of_an_update_is_predicted(
     num_ranks: int, parallel: dict[str, Any], precision: str, groups: list[dict[str, Any]], most: int
 ) -> None:
     """Few tokens, so that the update has the peak: directions, matrices on their way, and their products at home."""
-    model = {**MODEL, "num_layers": 4, "hidden_size": 256}
-    train = {"micro_batch_size": 2, "global_batch_size": 16, "precision": precision}
     optimizer = {"optimizer": "muon", "muon_dtype": precision, "param_groups": groups, "muon_max_home_elements": most}
-    sections = {"model": model, "parallel": parallel, "train": train, "optimizer": optimizer}
-    for rank in (0, num_ranks - 1):
-        spec = RunSpec(Config.model_validate(sections), num_ranks, VOCAB_SIZE, rank)
-        run, memory = run_rank(spec), predict_memory(spec, KERNEL)
-        assert run.between["optimizer"] == memory.optimizer
-        if parallel.get("zero_stage", 0) < 2:  # otherwise whole gradients have the peak, which are freed by then
-            measured = step_totals(run, lower(spec.schedule)[run.coord]).peak
-            assert memory.transient_peaks["update"] == max(memory.transient_peaks.values())
-            assert memory.total == pytest.approx(measured, rel=0.02)
+    check_memory(num_ranks, parallel, precision, optimizer)
 
 
 def sent_bytes(rank: int, world_size: int, config: Config, collective: str = "all_to_all") -> list[float]:

@@ -22,22 +22,18 @@ from megatron3d.config.resolve import resolve
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import CheckpointConfig, Config, OptimizerConfig
 from megatron3d.errors import UserError
-from megatron3d.forecast.memory.rank import predict_memory
 from megatron3d.forecast.time.step import load_machine, predict_time
 from megatron3d.optim.rule_spec import RULES, soap_flops
 from megatron3d.optim.soap import is_refreshed, refresh
-from megatron3d.pipeline.lower import lower
 from megatron3d.train.checkpointing import LoadOptions, describe, load_state, new_state, source_of
-from megatron3d.verify.dry_run import run_rank, step_totals
 from megatron3d.verify.flop_memory_meter import FlopMemoryMeter
 from tests.support import matrix_rules
 from tests.support.matrix_rules import (
-    KERNEL,
     LAYOUTS,
     MEMORY_LAYOUTS,
-    MODEL,
     VOCAB_SIZE,
     build,
+    check_memory,
     initial_matrices,
     parts_of,
     random_gradient,
@@ -342,18 +338,8 @@ def test_the_memory_of_an_update_is_predicted(
     num_ranks: int, parallel: dict[str, Any], precision: str, most: int
 ) -> None:
     """State at homes exactly; few tokens, so that the update has the peak, with the refresh of a basis."""
-    model = {**MODEL, "num_layers": 4, "hidden_size": 256}
-    train = {"micro_batch_size": 2, "global_batch_size": 16, "precision": precision}
     optimizer = {"optimizer": "soap", "soap_dtype": precision, "soap_max_precond_dim": most}
-    sections = {"model": model, "parallel": parallel, "train": train, "optimizer": optimizer}
-    for rank in {0, num_ranks - 1}:
-        spec = RunSpec(Config.model_validate(sections), num_ranks, VOCAB_SIZE, rank)
-        run, memory = run_rank(spec), predict_memory(spec, KERNEL)
-        assert run.between["optimizer"] == memory.optimizer
-        if parallel.get("zero_stage", 0) < 2:  # otherwise whole gradients have the peak, which are freed by then
-            measured = step_totals(run, lower(spec.schedule)[run.coord]).peak
-            assert memory.transient_peaks["update"] == max(memory.transient_peaks.values())
-            assert memory.total == pytest.approx(measured, rel=0.02)
+    check_memory(num_ranks, parallel, precision, optimizer)
 
 
 @pytest.mark.parametrize("most", [10_000, 100])
