@@ -318,5 +318,10 @@ def _describe_kind(kind: Mapping[str, Any], given: object) -> str:
 
 def _limits(kind: Mapping[str, Any]) -> str:
     """Return the words for the limits of a number."""
-    bounds = {"minimum": "of at least", "exclusiveMinimum": "above", "exclusiveMaximum": "and below"}
+    bounds = {
+        "minimum": "of at least",
+        "exclusiveMinimum": "above",
+        "exclusiveMaximum": "and below",
+        "maximum": "and at most",
+    }
     return "".join(f" {words} {kind[bound]:g}" for bound, words in bounds.items() if bound in kind)

@@ -57,6 +57,11 @@ def test_numbers_and_lists_are_parsed(file: Path) -> None:
     assert (config.logging.wandb_name, config.logging.wandb_project) == ("on", "1e-3")
 
 
+def test_both_limits_of_a_number_are_named(file: Path) -> None:
+    (told,) = problems_of(file, "logging:\n", "optimizer.qk_clip_alpha=2")
+    assert told.endswith("not allowed; use a number of at least 0 and at most 1")
+
+
 def test_groups_of_parameters_are_written_and_read_back(file: Path, tmp_path: Path) -> None:
     file.write_text(
         "optimizer:\n  param_groups:\n    - {params: '*.bias', lr_mult: 2}\n    - {params: [a, b], wd_mult: 0}\n"
