@@ -1055,15 +1055,15 @@ MUTATIONS = [
     Mutation(
         "scales of a GEMM's operand are not gathered",
         "linear/collectives.py",
-        "Operand(data.wait(), scales.wait())",
-        "Operand(data.wait(), operand.scales)",
+        "Operand(data.wait(), scales.wait(), form)",
+        "Operand(data.wait(), operand.scales, form)",
         GEMM,
     ),
     Mutation(
         "forward keeps the operand without its scales",
         "linear/matmul.py",
-        "x, w = matmul.gemm.kept(ctx.saved_tensors)",
-        "x, w = (each._replace(scales=None) for each in matmul.gemm.kept(ctx.saved_tensors))",
+        "x, w_NK = matmul.gemm.kept(ctx.saved_tensors)",
+        "x, w_NK = Operand(matmul.gemm.kept(ctx.saved_tensors)[0].data), matmul.gemm.kept(ctx.saved_tensors)[1]",
         GEMM,
     ),
     Mutation(

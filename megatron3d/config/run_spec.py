@@ -11,6 +11,7 @@ when it is first read: the rules in config/validate/ read those that are defined
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,6 +25,7 @@ from megatron3d.data.corpus.plan import CorpusSpec
 from megatron3d.data.ramp_plan import Batches, make_ramp
 from megatron3d.errors import UserError
 from megatron3d.experts.plan import stage_axes, with_experts
+from megatron3d.linear.fp8_plan import Fp8, largest_value_axes
 from megatron3d.linear.overlap_plan import TPOverlap
 from megatron3d.model.group_plan import communication_axes, exposed_axes, pipeline_links
 from megatron3d.model.spec import CORE_ATTN, LAYERNORM, UNIFORM, Architecture, Recompute
@@ -114,6 +116,15 @@ class RunSpec:
             train.cpu_offloading,
         )
 
+    @cached_property
+    def fp8(self) -> Fp8 | None:
+        """Fp8 of the linears of layers; None: they multiply in the network's dtype."""
+        train, last = self.config.train, self.arch.num_layers
+        if train.fp8 is None:
+            return None
+        wide = {*range(train.num_layers_at_start_in_bf16), *range(last - train.num_layers_at_end_in_bf16, last)}
+        return Fp8(train.fp8_recipe, train.fp8, frozenset(wide), train.fp8_exclude)
+
     def loss_chunk(self, on_gpu: bool) -> LossChunk:
         """Return the largest chunk of the loss."""
         train = self.config.train
@@ -201,6 +212,10 @@ class RunSpec:
         axes, links = communication_axes(self.arch, self.mode, self.mesh), pipeline_links(self.arch, self.pipeline)
         if self.config.optimizer.needs_matrices and (homes := home_axes(self.mesh)):
             axes = tuple(dict.fromkeys((*axes, homes)))
+        if self.fp8 is not None:
+            plans = {plan.on(self.mesh) for plan in (self.mode.expand, self.mode.contract, self.mode.latent)}
+            found = [largest_value_axes(self.fp8.recipe, plan, self.mesh) for plan in plans]
+            axes = tuple(dict.fromkeys((*axes, *sorted(itertools.chain.from_iterable(found)))))
         return ParallelState(self.mesh, axes, links)
 
     @cached_property

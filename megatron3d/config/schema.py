@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 
 from megatron3d.attention.context.plan import CONTEXT_EXCHANGES, LOAD_BALANCERS, ZIGZAG
 from megatron3d.errors import is_one_line
+from megatron3d.linear.fp8_plan import RECIPES
 from megatron3d.model.option_table import MAX_LAYERS, FamilyOption, ModelOptions, option
 from megatron3d.parallel.mesh import CONTEXT
 from megatron3d.parallel.modes import MODES
@@ -565,6 +566,25 @@ class TrainConfig(Section, frozen=True):
     )
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = key(
         "fp32", also="dtype bf16 fp16 params_dtype mixed_precision mixed_precision_param torch_dtype"
+    )
+    fp8: Literal["e4m3", "hybrid"] | None = key(
+        None,
+        "linears of layers multiply in fp8, all in e4m3, or with output gradients in e5m2 (hybrid); default: none does",
+        also="fp8_format float8",
+    )
+    fp8_recipe: str = key(
+        next(iter(RECIPES)),
+        "blocks that share a scale: 1x128 and 128x128, whole tensors, rows, or 1x32 with one byte per scale",
+        choices=RECIPES,
+    )
+    num_layers_at_start_in_bf16: int = key(0, "with fp8: first layers whose linears stay in precision", ge=0)
+    num_layers_at_end_in_bf16: int = key(
+        0, "with fp8: last layers whose linears stay in precision", ge=0, also="first_last_layers_bf16"
+    )
+    fp8_exclude: Annotated[tuple[str, ...], Field(strict=False)] = key(
+        (),
+        "with fp8: patterns of linears that stay in precision, such as *.attention.proj",
+        also="filter_fqns",
     )
     loss_scale: float | None = key(None, "fixed loss scale, with fp16; default: dynamic", gt=0, most=2**64)
     initial_loss_scale: float = key(2.0**32, "initial value of a dynamic loss scale", gt=0, most=2**64)

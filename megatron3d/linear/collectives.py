@@ -43,14 +43,30 @@ def gather(t: Tensor, table: Mapping[str, str], dims: Mapping[str, int], comm: C
 
 
 def gather_operand(operand: Operand, table: Mapping[str, str], dims: Mapping[str, int], comm: Comm) -> Pending[Operand]:
-    """Start to all-gather an operand of a GEMM, its data and then its scales, along the same dims."""
+    """Start to all-gather an operand of a GEMM, its data and then its scales, along the same dims.
+
+    Scales of blocks that have all of a dim are the same on all ranks along it.
+    """
     if not table:
         return completed(operand)
-    data = gather(operand.data, table, dims, comm)
+    form = operand.form
+    if form is not None and form.is_transposed:
+        dims = {name: 1 - dim for name, dim in dims.items()}
+    data = _gather_bytes(operand.data, table, dims, comm)
     if operand.scales is None:
-        return Pending(lambda: Operand(data.wait()))
-    scales = gather(operand.scales, table, dims, comm)
-    return Pending(lambda: Operand(data.wait(), scales.wait()))
+        return Pending(lambda: Operand(data.wait(), form=form))
+    whole = () if form is None else [dim for dim, size in enumerate((form.rows, form.summed)) if size is None]
+    varying = {axis: name for axis, name in table.items() if dims[name] not in whole}
+    scales = _gather_bytes(operand.scales, varying, dims, comm)
+    return Pending(lambda: Operand(data.wait(), scales.wait(), form))
+
+
+def _gather_bytes(t: Tensor, table: Mapping[str, str], dims: Mapping[str, int], comm: Comm) -> Pending:
+    """Start to all-gather a tensor; one of single bytes as such, since not every backend knows the formats of fp8."""
+    if t.dtype.itemsize > 1:
+        return gather(t, table, dims, comm)
+    pending = gather(t.view(torch.uint8), table, dims, comm)
+    return Pending(lambda: pending.wait().view(t.dtype))
 
 
 def reduce(t: Tensor, steps: tuple[Move, ...], dims: Mapping[str, int], comm: Comm) -> Pending:
@@ -81,10 +97,10 @@ class PrefetchedWeight:
     """W of one linear from the start of its all-gather to its last use.
 
     Args:
-        shard: returns the stored shard of W, as an operand of the linear's GEMM.
+        shard: returns the stored shard of W, as an operand of the linear's GEMM in forward or backward.
     """
 
-    def __init__(self, shard: Callable[[], Operand], plan: MatmulPlan, comm: Comm, overlap: TPOverlap) -> None:
+    def __init__(self, shard: Callable[[Direction], Operand], plan: MatmulPlan, comm: Comm, overlap: TPOverlap) -> None:
         self._shard, self._table = shard, plan.w
         self._comm, self._keeps = comm, overlap.keep_gathered_weights
         self._neighbours: dict[Direction, tuple[PrefetchedWeight, Callable[[], None]]] = {}
@@ -94,7 +110,7 @@ class PrefetchedWeight:
 
     def gather(self, at: Direction, backward_follows: bool = False) -> Pending[Operand]:
         """Return the gathered W, which may be in flight already, and start to prefetch the neighbour's."""
-        w = self._take(at, backward_follows) or self._all_gather()
+        w = self._take(at, backward_follows) or self._all_gather(at)
         self._prefetch_neighbour(at)
         return w
 
@@ -106,7 +122,7 @@ class PrefetchedWeight:
         """Start to gather W unless it is in flight or kept."""
         if self._in_flight is None and self._kept is None:
             unshard()
-            self._in_flight = self._all_gather()
+            self._in_flight = self._all_gather(at)
 
     def drop(self) -> None:
         """Drop the gathered W, since the weights have changed."""
@@ -120,7 +136,7 @@ class PrefetchedWeight:
         if self._kept is not None:
             w = completed(self._kept)
         elif keeps:
-            gathered = w or self._all_gather()
+            gathered = w or self._all_gather(at)
             w = Pending(lambda: self._keep(gathered.wait()))
         self._num_backwards += keeps
         if at is Direction.BACKWARD and self._kept is not None:
@@ -132,8 +148,8 @@ class PrefetchedWeight:
         self._kept = w
         return w
 
-    def _all_gather(self) -> Pending[Operand]:
-        return gather_operand(self._shard(), self._table, W_DIMS, self._comm)
+    def _all_gather(self, at: Direction) -> Pending[Operand]:
+        return gather_operand(self._shard(at), self._table, W_DIMS, self._comm)
 
     def _prefetch_neighbour(self, at: Direction) -> None:
         """Prefetch the neighbour's W, except when backward recomputes a forward: no further forward follows it."""

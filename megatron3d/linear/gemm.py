@@ -22,10 +22,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from megatron3d.linear.overlap_plan import Direction
 
 CPU_INFO = Path("/proc/cpuinfo")
 ZEN_5 = 26  # AMD's family number; 23 and 25 are Zen 1 to 4
@@ -112,17 +115,39 @@ def _widens(out: Tensor, a: Tensor) -> bool:
     return a.is_cuda and out.dtype == torch.float32 and a.dtype in (torch.bfloat16, torch.float16)
 
 
+class Form(NamedTuple):
+    """How an operand is stored that is not its values: in blocks of `rows` by `summed` elements, with a scale each.
+
+    Attributes:
+        rows, summed: size of a block along the rows and along the dim that is summed; None: it has all of the dim.
+        dtype: dtype of the values.
+        is_transposed: `data` is the transposed tensor, whose rows are the tensor's columns.
+    """
+
+    rows: int | None
+    summed: int | None
+    dtype: torch.dtype
+    is_transposed: bool = False
+
+
 @dataclass(slots=True)  # five of them per linear and step: a NamedTuple takes twice as long to make
 class Operand:
     """Operand of a GEMM as collectives move it and backward keeps it.
 
     Attributes:
         data: the values, or what a recipe stores in their place.
-        scales: factors of blocks of `data`, cut along the same dims; None: `data` are the values.
+        scales: factors of blocks of `data`, one per block; None: `data` are the values.
+        form: how `data` and `scales` are stored; None: as the values are, element by element.
     """
 
     data: Tensor
     scales: Tensor | None = None
+    form: Form | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of the values."""
+        return self.data.dtype if self.form is None else self.form.dtype
 
 
 Kept = tuple[Tensor | None, ...]
@@ -135,26 +160,30 @@ class Gemm:
     """
 
     def x(self, x_MK: Tensor) -> Operand:
-        """Return X, or a shard of it, as it is gathered, multiplied and kept."""
+        """Return X, or a shard of it, as it is gathered and multiplied for Y."""
         return Operand(x_MK)
 
-    def w(self, w_NK: Tensor) -> Operand:
-        """Return W, or a shard of it, as it is gathered, multiplied and kept."""
+    def w(self, w_NK: Tensor, at: Direction = Direction.FORWARD) -> Operand:
+        """Return W, or a shard of it, as it is gathered and multiplied for Y, or in backward for dX."""
         return Operand(w_NK)
 
     def dy(self, dy_MN: Tensor) -> Operand:
-        """Return dY, or a shard of it, as it is gathered and multiplied."""
+        """Return dY, or a shard of it, as it is gathered."""
         return Operand(dy_MN)
 
-    def keep(self, x: Operand, w: Operand) -> Kept:
-        """Return what forward keeps of the shards for backward."""
-        return x.data, w.data
+    def gathered(self, dy: Operand) -> tuple[Operand, Operand]:
+        """Return the gathered dY as it is multiplied for dX, and for dW."""
+        return dy, dy
 
-    def kept(self, saved: Kept) -> tuple[Operand, Operand]:
-        """Return the shards of X and W for backward, from what `keep` returned."""
+    def keep(self, x_MK: Tensor, x: Operand, w_NK: Tensor) -> Kept:
+        """Return what forward keeps of the shards for backward; `x` is the operand of X."""
+        return x.data, w_NK
+
+    def kept(self, saved: Kept) -> tuple[Operand, Tensor]:
+        """Return the shard of X as it is gathered and multiplied for dW, and that of W, from what `keep` returned."""
         x_MK, w_NK = saved
         assert x_MK is not None and w_NK is not None, "both shards are kept"
-        return Operand(x_MK), Operand(w_NK)
+        return Operand(x_MK), w_NK
 
     def y(self, x: Operand, w: Operand, bias_N: Tensor | None = None, into_MN: Tensor | None = None) -> Tensor:
         """Return Y = X W^T + bias [M, N], written into `into_MN` where that is given, without a bias."""

@@ -47,16 +47,16 @@ class CompiledLinears:
     every graph uses, keeps it in the graph.
     """
 
-    def __init__(self, main_grads: MainGrads, gemm: Gemm = NATIVE) -> None:
-        self._main_grads, self._gemm = main_grads, gemm
-        self._weights: list[Callable[[], Tensor]] = []
+    def __init__(self, main_grads: MainGrads) -> None:
+        self._main_grads = main_grads
+        self._linears: list[tuple[Callable[[], Tensor], Gemm]] = []
         self._library = torch.library.Library(NAMESPACE, "FRAGMENT")
         self._linear = _define(self._library, weakref.ref(self))
 
-    def linear(self, weight: Callable[[], Tensor]) -> CompiledLinear:
+    def linear(self, weight: Callable[[], Tensor], gemm: Gemm = NATIVE) -> CompiledLinear:
         """Return Y(x, w, bias) of a linear whose parameter is `weight()`."""
-        number = torch.tensor(len(self._weights), device="cpu")
-        self._weights.append(weight)
+        number = torch.tensor(len(self._linears), device="cpu")
+        self._linears.append((weight, gemm))
 
         def linear(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None) -> Tensor:
             return self._linear(x_MK, w_NK, bias_N, number)  # through self, without which the operators are gone
@@ -65,16 +65,18 @@ class CompiledLinears:
 
     def grads(self, dy_MN: Tensor, x_MK: Tensor, w_NK: Tensor, number: Tensor) -> Tensor:
         """Return dX, and add dW to main_grad."""
-        gemm, param = self._gemm, self._weights[int(number)]()
-        dy, x = gemm.dy(dy_MN), gemm.x(x_MK)
-        dx_MK = gemm.dx(dy, gemm.w(w_NK))
-        if not self._main_grads.accumulate(param, gemm, dy, x):
-            self._main_grads.add(param, gemm.dw(dy, x, x_MK.dtype))
+        weight, gemm = self._linears[int(number)]
+        param, (dy, dy_of_dw) = weight(), gemm.gathered(gemm.dy(dy_MN))
+        x, w_NK = gemm.kept(gemm.keep(x_MK, gemm.x(x_MK), w_NK))
+        dx_MK = gemm.dx(dy, gemm.w(w_NK, Direction.BACKWARD))
+        if not self._main_grads.accumulate(param, gemm, dy_of_dw, x):
+            self._main_grads.add(param, gemm.dw(dy_of_dw, x, x_MK.dtype))
         return dx_MK
 
-    def product(self, x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+    def product(self, x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, number: Tensor) -> Tensor:
         """Return Y."""
-        return self._gemm.y(self._gemm.x(x_MK), self._gemm.w(w_NK), bias_N)
+        _, gemm = self._linears[int(number)]
+        return gemm.y(gemm.x(x_MK), gemm.w(w_NK), bias_N)
 
 
 def _define(library: torch.library.Library, owner: weakref.ref[CompiledLinears]) -> Callable[..., Tensor]:
@@ -93,7 +95,7 @@ def _define(library: torch.library.Library, owner: weakref.ref[CompiledLinears])
     def fake(name: str, function: Callable[..., Tensor]) -> None:
         torch.library.register_fake(f"{NAMESPACE}::{name}", function, lib=library)
 
-    library.impl(name, lambda x, w, bias, number: model().product(x, w, bias), "CompositeExplicitAutograd")
+    library.impl(name, lambda *operands: model().product(*operands), "CompositeExplicitAutograd")
     library.impl(grads_name, lambda *operands: model().grads(*operands), "CompositeExplicitAutograd")
     fake(name, lambda x, w, bias, number: x.new_empty(x.shape[0], w.shape[0]))
     fake(grads_name, lambda dy, x, w, number: x.new_empty(x.shape))
@@ -122,17 +124,17 @@ class _PlainMatmul(torch.autograd.Function):
     def forward(ctx: Any, x_MK: Tensor, given: tuple[Tensor, Tensor | None, MainGrads, Gemm]) -> Tensor:
         ctx.given = given
         w_NK, bias_N, _, gemm = given
-        x, w = gemm.x(x_MK), gemm.w(w_NK)
-        ctx.save_for_backward(*gemm.keep(x, w))
-        return gemm.y(x, w, bias_N)
+        x = gemm.x(x_MK)
+        ctx.save_for_backward(*gemm.keep(x_MK, x, w_NK))
+        return gemm.y(x, gemm.w(w_NK), bias_N)
 
     @staticmethod
     def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor, None]:
         param, bias_N, main_grads, gemm = ctx.given
-        x, w = gemm.kept(ctx.saved_tensors)
-        dy = gemm.dy(dy_MN)
-        dx_MK = gemm.dx(dy, w)
-        main_grads.accumulate(param, gemm, dy, x)
+        x, w_NK = gemm.kept(ctx.saved_tensors)
+        dy, dy_of_dw = gemm.gathered(gemm.dy(dy_MN))
+        dx_MK = gemm.dx(dy, gemm.w(w_NK, Direction.BACKWARD))
+        main_grads.accumulate(param, gemm, dy_of_dw, x)
         if bias_N is not None:
             main_grads.add(bias_N, dy_MN.sum(0))
         return dx_MK, None
@@ -195,15 +197,15 @@ class Matmul:
         plain_MN: Tensor = _PlainMatmul.apply(x_MK, (w_NK, bias_N, self.main_grads, gemm))
         return plain_MN
 
-    def forward(self, x: Operand, w: Operand, bias_N: Tensor | None, backward_follows: bool) -> Tensor:
+    def forward(self, x: Operand, w_NK: Tensor, bias_N: Tensor | None, backward_follows: bool) -> Tensor:
         """Return Y, with the bias added once: in the GEMM, or to the finished sum where K is split or rounds run."""
         plan, comm, rounds = self.plan, self.comm, self._rounds
         adds_bias_in_gemm = not (plan.k or rounds.x or rounds.y)
         gathered_x = gather_operand(x, _without(plan.x, rounds.x), X_DIMS, comm)
-        gathered_w = self.gather_weight(Direction.FORWARD, w, backward_follows)
+        gathered_w = self.gather_weight(Direction.FORWARD, w_NK, backward_follows)
         if rounds.x:
-            x_MK, w_NK = gathered_x.wait().data, gathered_w.wait().data
-            whole_MN = comm.all_gather_matmul(x_MK, w_NK, rounds.x.axes, put_product).product
+            x_MK, whole_w_NK = gathered_x.wait().data, gathered_w.wait().data
+            whole_MN = comm.all_gather_matmul(x_MK, whole_w_NK, rounds.x.axes, put_product).product
             y = reduce(whole_MN, moves(plan.y), Y_DIMS, comm)
         elif rounds.y:
             y = self._scattered(gathered_x.wait().data, gathered_w.wait().data, moves(plan.y), Y_DIMS)
@@ -214,13 +216,13 @@ class Matmul:
         y_MN = y.wait()
         return y_MN if bias_N is None or adds_bias_in_gemm else y_MN.add_(bias_N)
 
-    def backward(self, param: Tensor, x: Operand, w: Operand, dy_MN: Tensor, needs: tuple[bool, ...]) -> Grads:
+    def backward(self, param: Tensor, x: Operand, w_NK: Tensor, dy_MN: Tensor, needs: tuple[bool, ...]) -> Grads:
         """Return the gradients that autograd needs of X, W and bias; dW is None where it goes to main_grad."""
         plan, comm, rounds = self.plan, self.comm, self._rounds
         needs_dx, needs_dw, needs_db = needs
         gathers = _without(plan.dy, rounds.dy if needs_dx else None)
         gathered_dy = gather_operand(self.gemm.dy(dy_MN), gathers, Y_DIMS, comm)
-        gathered_w = self.gather_weight(Direction.BACKWARD, w) if needs_dx else None
+        gathered_w = self.gather_weight(Direction.BACKWARD, w_NK) if needs_dx else None
         wgrad_follows = needs_dw and not self.wgrads.is_deferring
         gathered_x = gather_operand(x, plan.x, X_DIMS, comm) if wgrad_follows else None
         db_N = dy_MN.sum(0) if needs_db else None
@@ -243,21 +245,22 @@ class Matmul:
     def _dgrad(
         self, gathered_dy: Pending[Operand], gathered_w: Pending[Operand] | None, wgrad_follows: bool
     ) -> tuple[Operand, Pending | None]:
-        """Return the gathered dY, and dX in flight; None without W.
+        """Return the gathered dY as dW needs it, and dX in flight; None without W.
 
         Args:
             wgrad_follows: the reduction of dX will overlap with the wgrad GEMM.
         """
-        plan, comm, rounds, dy = self.plan, self.comm, self._rounds, gathered_dy.wait()
+        plan, comm, rounds = self.plan, self.comm, self._rounds
+        dy, dy_of_dw = self.gemm.gathered(gathered_dy.wait())
         if gathered_w is None:
-            return dy, None
+            return dy_of_dw, None
         w = gathered_w.wait()
         if rounds.dy:
             whole_MN, dx_MK = comm.all_gather_matmul(dy.data, w.data.T, rounds.dy.axes, put_product)
             return Operand(whole_MN), reduce(dx_MK, plan.dx_moves, X_DIMS, comm)
         if rounds.dx and not wgrad_follows:
-            return dy, self._scattered(dy.data, w.data.T, plan.dx_moves, X_DIMS)
-        return dy, reduce(self.gemm.dx(dy, w), plan.dx_moves, X_DIMS, comm)
+            return dy_of_dw, self._scattered(dy.data, w.data.T, plan.dx_moves, X_DIMS)
+        return dy_of_dw, reduce(self.gemm.dx(dy, w), plan.dx_moves, X_DIMS, comm)
 
     def _scattered(self, a_MK: Tensor, b_NK: Tensor, steps: tuple[Move, ...], dims: Mapping[str, int]) -> Pending:
         """Return a b^T reduced by `steps`, the first of which runs in rounds with the GEMM."""
@@ -276,12 +279,12 @@ class Matmul:
         """Return dY^T X; None where nothing reduces it, and it is accumulated in main_grad."""
         if not self.plan.w and self.main_grads.accumulate(param, self.gemm, dy, x):
             return None
-        return self.gemm.dw(dy, x, self.main_grads.reduce_dtype(param, dy.data.dtype))
+        return self.gemm.dw(dy, x, self.main_grads.reduce_dtype(param, dy.dtype))
 
-    def gather_weight(self, at: Direction, w: Operand, backward_follows: bool = False) -> Pending[Operand]:
+    def gather_weight(self, at: Direction, w_NK: Tensor, backward_follows: bool = False) -> Pending[Operand]:
         """Return the gathered W, through the prefetch hook where there is one."""
         if self.weight is None:
-            return gather_operand(w, self.plan.w, W_DIMS, self.comm)
+            return gather_operand(self.gemm.w(w_NK, at), self.plan.w, W_DIMS, self.comm)
         return self.weight.gather(at, backward_follows)
 
 
@@ -297,13 +300,13 @@ class _Matmul(torch.autograd.Function):
     ) -> Tensor:
         # The parameter itself names its main_grad; what is saved comes back as another tensor after recomputation.
         ctx.matmul, ctx.param = matmul, w_NK
-        x, w = matmul.gemm.x(x_MK), matmul.gemm.w(w_NK)
-        ctx.save_for_backward(*matmul.gemm.keep(x, w))
-        return matmul.forward(x, w, bias_N, backward_follows)
+        x = matmul.gemm.x(x_MK)
+        ctx.save_for_backward(*matmul.gemm.keep(x_MK, x, w_NK))
+        return matmul.forward(x, w_NK, bias_N, backward_follows)
 
     @staticmethod
     def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor | None, ...]:
         matmul = ctx.matmul
-        x, w = matmul.gemm.kept(ctx.saved_tensors)
-        grads: Grads = matmul.backward(ctx.param, x, w, dy_MN, ctx.needs_input_grad[:3])
+        x, w_NK = matmul.gemm.kept(ctx.saved_tensors)
+        grads: Grads = matmul.backward(ctx.param, x, w_NK, dy_MN, ctx.needs_input_grad[:3])
         return *grads, None, None

@@ -21,6 +21,7 @@ from megatron3d.attention.rotary import PositionTables, rotary_tables, temperatu
 from megatron3d.comm.interface import Comm
 from megatron3d.data.packing import PLAIN, Packing, Starts
 from megatron3d.linear.collectives import PrefetchedWeight, prefetch_in_order
+from megatron3d.linear.fp8_plan import Fp8
 from megatron3d.linear.gemm import NATIVE, Gemm
 from megatron3d.linear.main_grad import MainGrads, WgradQueue
 from megatron3d.linear.matmul import CompiledLinears
@@ -71,11 +72,11 @@ class GPT(nn.Module):
         compiles: bool = False,
         context_exchange: str = CONTEXT_EXCHANGES[0],
         gemm: Gemm = NATIVE,
+        fp8: Fp8 | None = None,
         records_logits: bool = False,
     ) -> None:
         super().__init__()
-        self.arch, self.mode = arch, mode
-        self.comm = comm
+        self.arch, self.mode, self.comm = arch, mode, comm
         self.order = TokenOrder.of_mode(mode, comm.mesh, widest_window(arch))
         rank = comm.mesh.coord(PIPELINE)
         self.stages: tuple[Stage, ...] = assignment.on_rank(rank)
@@ -96,10 +97,11 @@ class GPT(nn.Module):
             recompute=recompute,
             overlap=overlap,
             norm_kernels=norm_kernels,
-            compiled=CompiledLinears(self.main_grads, gemm) if compiles else None,
+            compiled=CompiledLinears(self.main_grads) if compiles else None,
             context_exchange=context_exchange,
             routers=self.routers,
             gemm=gemm,
+            fp8=fp8,
             logits=self.logits,
         )
         self.recompute, self.offload = recompute, ActivationOffload()

@@ -25,6 +25,8 @@ from megatron3d.attention.context.plan import CONTEXT_EXCHANGES
 from megatron3d.attention.largest_logits import LargestLogits
 from megatron3d.comm.interface import Comm
 from megatron3d.linear.collectives import PrefetchedWeight
+from megatron3d.linear.fp8 import Fp8Gemm
+from megatron3d.linear.fp8_plan import Fp8
 from megatron3d.linear.gemm import NATIVE, Gemm
 from megatron3d.linear.main_grad import MainGrads, WgradQueue
 from megatron3d.linear.matmul import CompiledLinears, Matmul
@@ -51,7 +53,7 @@ class Build:
         compiled: operators of linears inside compiled graphs; None: layers are not compiled.
         context_exchange: exchange of keys and values between context ranks.
         routers: state of routers; None: there are none.
-        gemm: recipe of the linears' GEMMs.
+        gemm: recipe of all GEMMs; fp8: that of the linears of layers that multiply in fp8, None: none does.
         logits: largest logits of attention; None: they are not recorded.
     """
 
@@ -68,11 +70,16 @@ class Build:
     context_exchange: str = CONTEXT_EXCHANGES[0]
     routers: RouterState | None = None
     gemm: Gemm = NATIVE
+    fp8: Fp8 | None = None
     logits: LargestLogits | None = None
 
     def plan(self, plan: MatmulPlan) -> MatmulPlan:
         """Return the plan without axes of size 1."""
         return plan.on(self.comm.mesh)
+
+    def gemm_of(self, path: str, plan: MatmulPlan) -> Gemm:
+        """Return the recipe of a linear by its path in the module tree."""
+        return Fp8Gemm(self.fp8, plan, self.comm) if self.fp8 is not None and self.fp8.takes(path) else self.gemm
 
     def live(self, axes: Axes) -> Axes:
         """Return the axes of more than one rank."""
@@ -93,11 +100,11 @@ class Linear(nn.Module):
     def __init__(self, layer: str, name: str, build: Build) -> None:
         super().__init__()
         plan = build.plan(linear_size(build.arch, name).plan(build.mode))
-        comm, overlap, gemm = build.comm, build.overlap, build.gemm
+        comm, overlap, gemm = build.comm, build.overlap, build.gemm_of(f"{layer}.{name}", plan)
         self.weight = build.param(f"{layer}.{name}.weight")
         self.bias = build.optional(f"{layer}.{name}.bias")
-        weight = PrefetchedWeight(lambda: gemm.w(self.weight.detach()), plan, comm, overlap) if plan.w else None
-        compiled = build.compiled.linear(lambda: self.weight) if build.compiled else None
+        weight = PrefetchedWeight(lambda at: gemm.w(self.weight.detach(), at), plan, comm, overlap) if plan.w else None
+        compiled = build.compiled.linear(lambda: self.weight, gemm) if build.compiled else None
         grads, wgrads = build.main_grads, build.wgrads
         self.matmul = Matmul(
             plan, comm, overlap, main_grads=grads, wgrads=wgrads, weight=weight, compiled=compiled, gemm=gemm

@@ -93,6 +93,7 @@ def build_state(
         norm_kernels=norms,
         compiles=compiles,
         context_exchange=config.parallel.cp_comm_type,
+        fp8=spec.fp8,
         records_logits=config.optimizer.qk_clip,
     )
     model.routers.allocate(device)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from megatron3d.config.read import one_of
 from megatron3d.config.schema import Config
-from megatron3d.config.validate import files, layout
+from megatron3d.config.validate import files, fp8, layout
 from megatron3d.config.validate import model as network
 from megatron3d.config.validate.facts import Facts, describe_tensor, near_divisors, near_multiples, plain
 from megatron3d.config.validate.remarks import DYNAMIC, RECOMPUTE_KEYS
@@ -103,6 +103,8 @@ def layout_problems(facts: Facts) -> Iterator[str]:
         yield from network.mtp_layout_problems(facts, mode)
         yield from layout.exchange_problems(facts)
         yield from layout.group_problems(facts, mode)
+        yield from fp8.fp8_problems(facts)
+        yield from fp8.block_problems(facts, mode)
     yield from layout.context_problems(facts)
     yield from network.expert_rank_problems(facts)
     if layout.has_chunks(facts):  # else that says which length is right

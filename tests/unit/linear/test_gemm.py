@@ -27,6 +27,7 @@ from megatron3d.linear.gemm import (
     uses_onednn,
 )
 from megatron3d.linear.matmul import Matmul
+from megatron3d.linear.overlap_plan import Direction
 from megatron3d.model.gpt import GPT
 from megatron3d.model.stage_plan import StageAssignment, make_stages
 from megatron3d.ops.plan import LossChunk
@@ -128,17 +129,19 @@ class ScaledGemm(Gemm):
         mantissa, exponent = torch.frexp(x_MK)
         return Operand(mantissa, torch.ldexp(torch.ones_like(mantissa), exponent))
 
-    def w(self, w_NK: Tensor) -> Operand:
+    def w(self, w_NK: Tensor, at: Direction = Direction.FORWARD) -> Operand:
         return self.x(w_NK)
 
     def dy(self, dy_MN: Tensor) -> Operand:
         return self.x(dy_MN)
 
-    def keep(self, x: Operand, w: Operand) -> Kept:
-        return x.data, x.scales, w.data, w.scales
+    def keep(self, x_MK: Tensor, x: Operand, w_NK: Tensor) -> Kept:
+        return x.data, x.scales, w_NK
 
-    def kept(self, saved: Kept) -> tuple[Operand, Operand]:
-        return Operand(*saved[:2]), Operand(*saved[2:])
+    def kept(self, saved: Kept) -> tuple[Operand, Tensor]:
+        data, scales, w_NK = saved
+        assert data is not None and w_NK is not None, "both shards are kept"
+        return Operand(data, scales), w_NK
 
     def y(self, x: Operand, w: Operand, bias_N: Tensor | None = None, into_MN: Tensor | None = None) -> Tensor:
         return super().y(values(x), values(w), bias_N, into_MN)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron3d.linear.collectives import PrefetchedWeight, prefetch_in_order
-from megatron3d.linear.gemm import Operand
+from megatron3d.linear.gemm import NATIVE
 from megatron3d.linear.main_grad import MainGrads, WgradQueue
 from megatron3d.linear.matmul import Matmul
 from megatron3d.linear.overlap_plan import TPOverlap
@@ -39,7 +39,7 @@ class Chain:
         in_order = []
         for index in range(NUM_LINEARS):
             plan = CUBE.swapped() if index % 2 else CUBE
-            shard = partial(Operand, self.weights[index].detach())
+            shard = partial(NATIVE.w, self.weights[index].detach())
             weight = PrefetchedWeight(shard, plan, self.diary, overlap)
             in_order.append((weight, lambda index=index: self.made_whole.append(index)))
             self.matmuls.append(Matmul(plan, self.diary, overlap, wgrads=self.grads, weight=weight))

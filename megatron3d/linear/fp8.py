@@ -1,0 +1,185 @@
+"""GEMMs of fp8 operands: quantization of global blocks, and the three roles of a linear.
+
+Kernels take both operands with the dim that they sum last, which is another one in each role.  So an operand has two
+forms, and blocks of each run along the summed dim:
+
+    Y  = X W^T    X [M, K] and W [N, K] along K
+    dX = dY W     dY [M, N] and W^T [K, N] along N
+    dW = dY^T X   dY^T [N, M] and X^T [K, M] along M; X^T is what backward keeps of X
+
+Where blocks are as wide as high, the second form is the first one transposed.  dY of blockwise is quantized along N and
+all-gathered so; its form along M is made of these values, which lose nothing by another power of 2 but underflow.
+
+Quantization is a function of the global tensor (`fp8_plan.py`), so that every layout quantizes to the same bits, before
+or after an all-gather.
+
+Letters: M tokens, K input features, N output features; R rows and S summed features of an operand.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron3d.comm.interface import Comm
+from megatron3d.linear.fp8_plan import Blocks, Fp8, reduced_axes
+from megatron3d.linear.gemm import Form, Gemm, Kept, Operand, product
+from megatron3d.linear.overlap_plan import Direction
+from megatron3d.parallel.layout import Layout
+from megatron3d.parallel.matmul_plan import MatmulPlan
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+DTYPES = {"e4m3": E4M3, "e5m2": E5M2}
+SCALE_DTYPES = {4: torch.float32, 1: torch.float8_e8m0fnu}  # by their bytes
+# Smallest largest value of a block: below it all of the block's values are 0 in fp8, and its scale is still finite.
+SMALLEST = 2.0**-110
+# Both formats end at 1.75 * 2^n: 448 = 1.75 * 2^8 and 57344 = 1.75 * 2^15.
+_LARGEST_EXPONENT = {E4M3: 8, E5M2: 15}
+_BIAS, _MANTISSA_BITS, _MANTISSA_OF_1_75 = 127, 23, 0x600000
+
+
+def scales_of(largest: Tensor, fp8: torch.dtype, has_powers: bool) -> tuple[Tensor, Tensor]:
+    """Return the factors by which values are multiplied before they are rounded to `fp8`, and those that restore them.
+
+    Args:
+        largest: largest absolute value of each block, fp32; where it is not finite, values are restored as NaN, since
+            fp8 has no infinity.
+        has_powers: factors are rounded down to powers of 2.  They are found from the bits of `largest`, so that every
+            compiler and device finds the same.
+    """
+    bounded = largest.clamp(min=SMALLEST)
+    if has_powers:
+        bits = bounded.view(torch.int32)
+        exceeds = (bits & (2**_MANTISSA_BITS - 1)) > _MANTISSA_OF_1_75
+        exponent = _LARGEST_EXPONENT[fp8] - ((bits >> _MANTISSA_BITS) - _BIAS) - exceeds.to(torch.int32)
+        factor, inverse = (((_BIAS + e) << _MANTISSA_BITS).view(torch.float32) for e in (exponent, -exponent))
+    else:
+        factor = torch.finfo(fp8).max / bounded
+        inverse = factor.reciprocal()
+    return factor, torch.where(largest.isfinite(), inverse, torch.nan)
+
+
+def largest_of_blocks(t_RS: Tensor, blocks: Blocks) -> Tensor:
+    """Return the largest absolute value of each block of this rank's tensor, fp32."""
+    return _by_block(t_RS, blocks).abs().amax((1, 3)).float()
+
+
+def _by_block(t_RS: Tensor, blocks: Blocks) -> Tensor:
+    """Return [row blocks, rows, summed blocks, summed] of a tensor."""
+    rows, summed = (whole if size is None else size for size, whole in zip(blocks, t_RS.shape, strict=True))
+    in_blocks: Tensor = t_RS.unflatten(1, (-1, summed)).unflatten(0, (-1, rows))
+    return in_blocks
+
+
+def round_to_fp8(t_RS: Tensor, factor: Tensor, blocks: Blocks, fp8: torch.dtype) -> Tensor:
+    """Return the values of a tensor times the factor of their block, rounded to `fp8`, contiguous."""
+    bound = torch.finfo(fp8).max
+    scaled = _by_block(t_RS.float(), blocks) * factor[:, None, :, None]
+    return scaled.clamp(-bound, bound).to(fp8).reshape(t_RS.shape).contiguous()
+
+
+def dequantized(operand: Operand, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the values of an operand in its form, in `dtype`; by default in that of the values before, or wider."""
+    form = operand.form
+    assert form is not None and operand.scales is not None, "the operand is not quantized"
+    dtype = dtype or torch.promote_types(form.dtype, torch.float32)
+    blocks = Blocks(form.rows, form.summed)
+    scales = operand.scales.float().to(dtype)
+    return (_by_block(operand.data.to(dtype), blocks) * scales[:, None, :, None]).reshape(operand.data.shape)
+
+
+class Fp8Gemm(Gemm):
+    """GEMM of one linear with fp8 operands.
+
+    Args:
+        plan: plan of the linear, without axes of size 1; `comm` reduces largest values over its axes.
+    """
+
+    def __init__(self, fp8: Fp8, plan: MatmulPlan, comm: Comm) -> None:
+        self.recipe, self.plan, self.comm = fp8.recipe, plan, comm
+        self.format, self.dy_format = (DTYPES[name] for name in fp8.formats)
+        self.scale_dtype = SCALE_DTYPES[fp8.recipe.scale_bytes]
+
+    def x(self, x_MK: Tensor) -> Operand:
+        return self._quantized(x_MK, self.recipe.x, self.format, self.plan.x_layout)
+
+    def w(self, w_NK: Tensor, at: Direction = Direction.FORWARD) -> Operand:
+        if at is Direction.FORWARD:
+            return self._quantized(w_NK, self.recipe.w, self.format, self.plan.w_layout)
+        return self._quantized(w_NK, self.recipe.w, self.format, self.plan.w_layout, transposes=True)
+
+    def dy(self, dy_MN: Tensor) -> Operand:
+        if not self.recipe.sends_dy:
+            return Operand(dy_MN)
+        return self._quantized(dy_MN, self.recipe.x, self.dy_format, self.plan.y_layout)
+
+    def keep(self, x_MK: Tensor, x: Operand, w_NK: Tensor) -> Kept:
+        of_dw = self._along_m(x, x_MK, self.plan.x_layout)
+        return of_dw.data, of_dw.scales, w_NK
+
+    def kept(self, saved: Kept) -> tuple[Operand, Tensor]:
+        data_KM, scales, w_NK = saved
+        assert data_KM is not None and w_NK is not None, "both are kept"
+        form = _form(self.recipe.x, w_NK.dtype, is_transposed=True)
+        return Operand(data_KM, scales, form), w_NK
+
+    def gathered(self, dy: Operand) -> tuple[Operand, Operand]:
+        layout: Layout = self.plan.m, self.plan.n
+        if dy.form is None:
+            along_n = self._quantized(dy.data, self.recipe.x, self.dy_format, layout)
+            return along_n, self._quantized(dy.data, self.recipe.x, self.dy_format, layout, transposes=True)
+        values_MN = dy.data if self.recipe.x.is_square else dequantized(dy)
+        return dy, self._along_m(dy, values_MN, layout)
+
+    def y(self, x: Operand, w: Operand, bias_N: Tensor | None = None, into_MN: Tensor | None = None) -> Tensor:
+        y_MN = self._product(x, w)
+        y_MN = (y_MN if bias_N is None else y_MN + bias_N).to(x.dtype)
+        return y_MN if into_MN is None else into_MN.copy_(y_MN)
+
+    def dx(self, dy: Operand, w: Operand, into_MK: Tensor | None = None) -> Tensor:
+        dx_MK = self._product(dy, w).to(dy.dtype)
+        return dx_MK if into_MK is None else into_MK.copy_(dx_MK)
+
+    def dw(self, dy: Operand, x: Operand, dtype: torch.dtype) -> Tensor:
+        return self._product(dy, x).to(dtype)
+
+    def dw_into(self, main_grad_NK: Tensor, dy: Operand, x: Operand, holds_gradient: bool) -> None:
+        dw_NK = self._product(dy, x)
+        (main_grad_NK.add_ if holds_gradient else main_grad_NK.copy_)(dw_NK)
+
+    def _product(self, a: Operand, b: Operand) -> Tensor:
+        """Return a b^T in fp32 or wider."""
+        return product(dequantized(a), dequantized(b))
+
+    def _along_m(self, operand: Operand, values: Tensor, layout: Layout) -> Operand:
+        """Return the transposed form of a quantized operand, whose values those of a tensor are."""
+        form = operand.form
+        assert form is not None and operand.scales is not None, "the operand is quantized"
+        if self.recipe.x.is_square:
+            transposed = form._replace(is_transposed=True)
+            return Operand(operand.data.T.contiguous(), operand.scales.T.contiguous(), transposed)
+        return self._quantized(values, self.recipe.x, operand.data.dtype, layout, form.dtype, transposes=True)
+
+    def _quantized(
+        self,
+        t: Tensor,
+        blocks: Blocks,
+        fp8: torch.dtype,
+        layout: Layout,
+        dtype: torch.dtype | None = None,
+        *,
+        transposes: bool = False,
+    ) -> Operand:
+        """Return a tensor as fp8, or its transpose; `layout`: the axes that split its dims, `dtype`: of its values."""
+        t_RS = t.T if transposes else t
+        largest = largest_of_blocks(t_RS, blocks)
+        axes = reduced_axes(blocks, layout[::-1] if transposes else layout, self.comm.mesh)
+        if axes:
+            largest = self.comm.all_reduce(largest, axes, op="max").wait()
+        factor, inverse = scales_of(largest, fp8, self.recipe.has_powers)
+        form = _form(blocks, dtype or t.dtype, is_transposed=transposes)
+        return Operand(round_to_fp8(t_RS, factor, blocks, fp8), inverse.to(self.scale_dtype), form)
+
+
+def _form(blocks: Blocks, dtype: torch.dtype, *, is_transposed: bool) -> Form:
+    return Form(blocks.rows, blocks.summed, dtype, is_transposed)
