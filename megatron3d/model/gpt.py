@@ -78,9 +78,8 @@ class GPT(nn.Module):
         super().__init__()
         self.arch, self.mode, self.comm = arch, mode, comm
         self.order = TokenOrder.of_mode(mode, comm.mesh, widest_window(arch))
-        rank = comm.mesh.coord(PIPELINE)
-        self.stages: tuple[Stage, ...] = assignment.on_rank(rank)
-        self.stage_specs: Mapping[int, Mapping[str, ParamSpec]] = stage_specs(arch, mode, assignment, rank)
+        self.stages: tuple[Stage, ...] = assignment.on_rank(comm.mesh.coord(PIPELINE))
+        self.stage_specs = stage_specs(arch, mode, assignment, comm.mesh.coord(PIPELINE))
         overlaps_reduction = overlap.weight_grad and bool(mode.expand.on(comm.mesh).w)
         self.main_grads = MainGrads()
         needs_queue = splits_backward or overlaps_reduction
