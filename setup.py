@@ -60,6 +60,7 @@ setup(
             "mypy",
             "types-PyYAML",
             "transformers>=5",
+            "torchao>=0.17",
             TRITON,
             "wandb",
             *DATA,

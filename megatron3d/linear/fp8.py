@@ -54,7 +54,7 @@ def scales_of(largest: Tensor, fp8: torch.dtype, has_powers: bool) -> tuple[Tens
         exponent = _LARGEST_EXPONENT[fp8] - ((bits >> _MANTISSA_BITS) - _BIAS) - exceeds.to(torch.int32)
         factor, inverse = (((_BIAS + e) << _MANTISSA_BITS).view(torch.float32) for e in (exponent, -exponent))
     else:
-        factor = torch.finfo(fp8).max / bounded
+        factor = (torch.finfo(fp8).max / bounded.double()).float()
         inverse = factor.reciprocal()
     return factor, torch.where(largest.isfinite(), inverse, torch.nan)
 
