@@ -32,6 +32,11 @@ class Blocks(NamedTuple):
     summed: int | None
 
     @property
+    def transposed(self) -> Blocks:
+        """Return the blocks of the transposed tensor."""
+        return Blocks(self.summed, self.rows)
+
+    @property
     def is_square(self) -> bool:
         """Return whether the blocks of the transposed tensor are those of the tensor."""
         return self.rows == self.summed

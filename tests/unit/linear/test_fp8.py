@@ -20,7 +20,7 @@ from megatron3d.comm.interface import Comm
 from megatron3d.linear.collectives import W_DIMS, X_DIMS, Y_DIMS, gather_operand
 from megatron3d.linear.fp8 import DTYPES, E4M3, E5M2, SMALLEST, Fp8Gemm, dequantized, largest_of_blocks, scales_of
 from megatron3d.linear.fp8_plan import FORMATS, RECIPES, Blocks, Fp8, largest_value_axes
-from megatron3d.linear.gemm import Gemm, Operand
+from megatron3d.linear.gemm import Form, Gemm, Operand
 from megatron3d.linear.matmul import Matmul
 from megatron3d.linear.overlap_plan import Direction
 from megatron3d.parallel.layout import Layout
@@ -198,6 +198,34 @@ def test_powers_of_2_are_found_at_every_size() -> None:
         factor, _ = scales_of(sizes, fp8, has_powers=True)
         exact = torch.exp2(torch.floor(torch.log2(torch.finfo(fp8).max / sizes.double())))
         assert torch.equal(factor.double(), exact)
+
+
+@pytest.mark.parametrize("fp8", [E4M3, E5M2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_every_code_is_restored_as_torch_converts_it(fp8: torch.dtype, dtype: torch.dtype) -> None:
+    """CPUs shift codes into fp16; scales of all sizes, the smallest of which make bf16 of less than its 8 bits."""
+    codes = torch.arange(256, dtype=torch.uint8).view(fp8)
+    codes = codes[codes.float().isfinite()].repeat(8, 1)
+    scales = torch.exp2(torch.tensor([-100, -37, -1, 0, 1, 30, 77, 110])).float()[:, None]
+    restored = dequantized(Operand(codes, scales, Form(1, None, dtype)), dtype)
+    assert torch.equal(restored, (codes.double() * scales).to(dtype))
+
+
+@pytest.mark.parametrize(("recipe", "formats"), NAMES)
+@pytest.mark.parametrize("transposes", [False, True])
+def test_bf16_quantizes_to_the_bits_of_wider_values(recipe: str, formats: str, transposes: bool) -> None:
+    """Bf16 is multiplied by powers of 2 as it is; the values have every size that it has, some too small for fp8."""
+    sizes = torch.exp2(torch.linspace(-133, 127, 256))[:, None]
+    x = (normal(256, 384, seed=3).clamp(-1.5, 1.5) * sizes).bfloat16()
+    gemm = gemm_of(recipe, formats)
+
+    def operand(t: Tensor) -> Operand:
+        return gemm._quantized(t, gemm.recipe.x, gemm.dy_format, ((), ()), transposes=transposes)
+
+    got, expected = operand(x), operand(x.float())
+    assert torch.equal(got.data.view(torch.uint8), expected.data.view(torch.uint8))
+    assert same_scales(*(quantized.scales for quantized in (got, expected) if quantized.scales is not None))
+    assert torch.equal(gemm._values(got).data.double(), gemm._values(expected).data.double())
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
