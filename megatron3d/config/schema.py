@@ -581,7 +581,7 @@ class TrainConfig(Section, frozen=True):
     num_layers_at_end_in_bf16: int = key(
         0, "with fp8: last layers whose linears stay in precision", ge=0, also="first_last_layers_bf16"
     )
-    fp8_exclude: Annotated[tuple[str, ...], Field(strict=False)] = key(
+    fp8_exclude: Annotated[tuple[str, ...], Field(strict=False, examples=['["*.attention.proj"]'])] = key(
         (),
         "with fp8: patterns of linears that stay in precision, such as *.attention.proj",
         also="filter_fqns",

@@ -16,19 +16,12 @@ from megatron3d.parallel.mesh import Axes, Mesh
 from megatron3d.parallel.modes.mode import Mode
 
 RECIPE = "train.fp8_recipe"
-# Keys that only a run with fp8 reads.
-KEYS = tuple(
-    f"train.{name}"
-    for name in ("fp8_recipe", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", "fp8_exclude")
-)
 
 
 def fp8_problems(facts: Facts) -> Iterator[str]:
     """Yield a message per key that contradicts `train.fp8`, and per pattern that fits no linear."""
     config, fp8 = facts.config, facts.spec.fp8
     if fp8 is None:
-        for key in filter(facts.is_set, KEYS):
-            yield f"{facts.named(key)}: not used without train.fp8; set that, or leave this out"
         return
     where, parallel, recompute = facts.named("train.fp8"), config.parallel, facts.spec.recompute
     if parallel.tp_comm_overlap:
@@ -37,7 +30,9 @@ def fp8_problems(facts: Facts) -> Iterator[str]:
     if parallel.tp_keep_gathered_weights:
         kept = plain(config, "parallel.tp_keep_gathered_weights")
         yield f"{where}: backward multiplies another form of W than {kept} keeps; leave one of the two out"
-    if again := [name for name in (LAYERNORM, MLP_ACT, MOE_ACT) if recompute.recomputes(name)]:
+    if again := [
+        name for name in (LAYERNORM, MLP_ACT, MOE_ACT) if name in recompute.chosen and recompute.recomputes(name)
+    ]:
         yield (
             f"{where}: the linear after a module of train.recompute_modules={show(again)} keeps its input in fp8, so "
             "that nothing is saved; use other modules, or recompute_granularity full"

@@ -19,6 +19,7 @@ SAVING = (
     "keep_best",
     "async_save",
 )
+FP8_KEYS = ("fp8_recipe", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", "fp8_exclude")
 STREAMING = ("stream_key", "stream_lanes", "stream_shuffle_rows", "on_bad_record")
 # Value of train.recompute_granularity that each key belongs to.
 RECOMPUTE_KEYS = {"recompute_modules": "selective", "recompute_method": "full", "recompute_num_layers": "full"}
@@ -54,6 +55,7 @@ FEATURES: tuple[Feature, ...] = (
         lambda facts: facts.spec.tensor_size > 1,
         ("parallel.tp_comm_overlap", "parallel.tp_keep_gathered_weights", "train.tp_grad_reduce_in_bf16"),
     ),
+    Feature("train.fp8", lambda facts: facts.config.train.fp8 is not None, _in("train", *FP8_KEYS)),
     Feature("train.manual_gc", lambda facts: facts.config.train.manual_gc, ("train.manual_gc_interval",)),
     Feature(
         "train.recompute_granularity",
