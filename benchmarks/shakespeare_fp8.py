@@ -14,6 +14,7 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,9 @@ RUNS: Mapping[str, Sequence[str]] = {
     **{name: ("train.fp8=e4m3", f"train.fp8_recipe={name}") for name in RECIPES},
     "blockwise, hybrid": ("train.fp8=hybrid", "train.fp8_recipe=blockwise"),
 }
-NUM_ITERS, QUICK_ITERS, EVAL_ITERS = 1000, 2, 40
-MODEL = ("model.num_layers=6", "model.hidden_size=384", "model.num_attention_heads=6", "model.seq_length=256")
-SCHEDULE = ("train.micro_batch_size=8", "train.global_batch_size=8", "train.precision=bf16", "optimizer.lr=1e-3")
+NUM_ITERS, QUICK_ITERS, EVAL_ITERS = 1000, 2, 50
+MODEL = ("model.num_layers=6", "model.hidden_size=384", "model.num_attention_heads=6", "model.seq_length=128")
+SCHEDULE = ("train.micro_batch_size=4", "train.global_batch_size=4", "train.precision=bf16", "optimizer.lr=1e-3")
 QUICK = ("model.num_layers=1", "model.hidden_size=128", "model.num_attention_heads=2", "model.seq_length=128")
 
 
@@ -41,22 +42,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--input", type=Path, help="the text")
     parser.add_argument("--quick", action="store_true", help="smallest setting, which only shows that it runs")
     parser.add_argument("--iters", type=int, default=NUM_ITERS)
+    parser.add_argument("--parallel", type=int, default=1, help="runs at the same time")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--plot", type=Path, help="picture of the losses by iteration")
     args = parser.parse_args(argv)
     if not (args.input or args.quick):
         parser.error("the following arguments are required: --input")
-    curves: dict[str, list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         data = prepare_quick(folder) if args.quick else prepare(args.input, folder)
-        for run, typed in RUNS.items():
-            num_iters = QUICK_ITERS if args.quick else args.iters
-            keys = [*(QUICK if args.quick else MODEL), *SCHEDULE, *typed, "model.hidden_dropout=0"]
-            keys += [f"train.train_iters={num_iters}", f"optimizer.lr_decay_iters={num_iters}"]
-            keys += [f"train.eval_interval={max(num_iters // 10, 1)}", f"train.eval_iters={EVAL_ITERS}"]
-            curves[run] = train(data, folder / run.replace(", ", "_"), keys)
-            print(f"{run}: validation loss {final_loss(curves[run]):.4f}", flush=True)
+        num_iters = QUICK_ITERS if args.quick else args.iters
+        shared = [*(QUICK if args.quick else MODEL), *SCHEDULE, "model.hidden_dropout=0"]
+        shared += [f"train.train_iters={num_iters}", f"optimizer.lr_decay_iters={num_iters}"]
+        shared += [f"train.eval_interval={max(num_iters // 10, 1)}", f"train.eval_iters={EVAL_ITERS}"]
+
+        def curve(run: str) -> list[dict[str, Any]]:
+            found: list[dict[str, Any]] = train(data, folder / run.replace(", ", "_"), [*shared, *RUNS[run]])
+            print(f"{run}: validation loss {final_loss(found):.4f}", flush=True)
+            return found
+
+        with ThreadPoolExecutor(args.parallel) as pool:
+            curves = dict(zip(RUNS, pool.map(curve, RUNS), strict=True))
     against = final_loss(curves[BF16])
     for run, rows in curves.items():
         print(f"{run}: {final_loss(rows):.4f}, {100 * (final_loss(rows) / against - 1):+.2f} % of bf16's")
