@@ -10,7 +10,7 @@ copies on this device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -85,6 +85,9 @@ class LoopbackComm:
             return completed(x)
         out = x.clone()
         return _sent(x, lambda: out)
+
+    def all_to_all_bytes(self, blocks: Sequence[Tensor]) -> list[Tensor]:
+        return [block.clone() for block in blocks]
 
     @torch.no_grad()
     def shift(self, x: Tensor, out: Tensor, axes: Axes, by: int) -> Pending:

@@ -121,11 +121,12 @@ class Index(BaseModel):
         return json.dumps([self.iteration, self.meta]).encode() + b"\n" + pack(self.tensors).encode()
 
     @classmethod
-    def unpacked(cls, content: bytes, names: Iterable[str]) -> Index:
-        """Return the index of only some tensors from the `packed` content of one that has been checked."""
+    def unpacked(cls, content: bytes, names: Iterable[str] | None = None) -> Index:
+        """Return the index of only some tensors, or of all, from the `packed` content of one that has been checked."""
         start, _, tensors = content.partition(b"\n")
         iteration, meta = json.loads(start)
-        return cls.model_construct(None, iteration=iteration, meta=meta, tensors=unpack(tensors.decode(), set(names)))
+        stored = unpack(tensors.decode(), None if names is None else set(names))
+        return cls.model_construct(None, iteration=iteration, meta=meta, tensors=stored)
 
 
 _TENSOR = TypeAdapter(StoredTensor)
@@ -346,7 +347,7 @@ def read_meta(folder: Path) -> Meta:
     return meta_of(folder, read_index(folder))
 
 
-def meta_of(folder: Path, index: Index) -> Meta:
+def meta_of(folder: Path | str, index: Index) -> Meta:
     """Return the metadata in an index; raises UserError if it is not one of a training run."""
     try:
         return Meta.model_validate(index.meta)

@@ -247,6 +247,11 @@ def candidates(root: Path) -> list[tuple[Path, str | None]]:
     return [(folder, refusal) for _, _, folder, refusal in sorted(found, key=lambda each: each[:2], reverse=True)]
 
 
+def iteration_of(folder: Path) -> int:
+    """Return the iteration that the name of a finished checkpoint's folder ends with."""
+    return int(folder.name.removesuffix(".old").rpartition("_")[2])
+
+
 def finished_checkpoints(root: Path) -> dict[int, Path]:
     """Return a run's checkpoint folders by iteration, including one that was about to be replaced."""
     patterns = (r"\.iter_([0-9]{7,})\.old", r"iter_([0-9]{7,})")

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -69,8 +69,8 @@ def load_with_index(path: Path, index: Index, pieces: Iterable[Piece]) -> None:
         path,
         (
             found
-            for file, boxes in _boxes_to_read(path, index, pieces)
-            for found in _load_file(BoxSource(path, index), file, boxes, _is_whole)
+            for file, boxes in _boxes_to_read(str(path), index, pieces)
+            for found in _load_file(CheckpointFolder(path, index), file, boxes, _is_whole)
         ),
     )
 
@@ -195,13 +195,43 @@ class BoxFile:
 OpenFile = Callable[[Path], BoxFile]
 
 
+class BoxSource(Protocol):
+    """Where the boxes of a training state are."""
+
+    @property
+    def index(self) -> Index:
+        """Which box of which tensor it has."""
+
+    @property
+    def name(self) -> str:
+        """Its name in messages, which follows `checkpoint`."""
+
+    def fill(self, boxes: BoxesByFile, comm: Comm) -> list[str]:
+        """Fill the pieces of this rank from these boxes; return each damage of all ranks, on all ranks.
+
+        All ranks of the run call this together.
+        """
+
+
 @dataclass(frozen=True)
-class BoxSource:
-    """A checkpoint: its folder, where the boxes of its tensors are, and how its files are opened."""
+class CheckpointFolder:
+    """A checkpoint on disk: its folder, where the boxes of its tensors are, and how its files are opened."""
 
     folder: Path
     index: Index
     open_file: OpenFile = BoxFile
+
+    @property
+    def name(self) -> str:
+        return str(self.folder)
+
+    def fill(self, boxes: BoxesByFile, comm: Comm) -> list[str]:
+        def read() -> list[str]:
+            return [found for file, parts in boxes for found in _load_file(self, file, parts, _has_chosen_element)]
+
+        found = run_on_all_ranks(comm, read)
+        damage: list[str] = comm.broadcast_object(found and list(dict.fromkeys(chain(*found))))
+        return damage
 
 
 def _checksum_mismatch(path: Path, stored: StoredBox) -> str:
@@ -220,13 +250,13 @@ def _differences(index: Index, pieces: Iterable[Piece]) -> Iterator[str]:
             yield f"{FILE_NAME} is damaged: tensor {name}: {found}"
 
 
-def _boxes_to_read(path: Path, index: Index, pieces: Iterable[Piece]) -> BoxesByFile:
+def _boxes_to_read(name: str, index: Index, pieces: Iterable[Piece]) -> BoxesByFile:
     """Return, for each file, the stored boxes to read and which box of which piece each of them fills.
 
     Raises UserError with all differences between the pieces and the checkpoint.
     """
     wanted = [piece for piece in pieces if piece.tensor.numel() > 0]
-    UserError.collect(f"checkpoint {path}: {difference}" for difference in _differences(index, wanted))
+    UserError.collect(f"checkpoint {name}: {difference}" for difference in _differences(index, wanted))
     files: dict[str, dict[StoredBox, list[Wanted]]] = {}
     for piece in wanted:
         for stored in index.tensors[piece.name].boxes:
@@ -265,7 +295,7 @@ def _has_chosen_element(stored: StoredBox, wanted: Sequence[Wanted]) -> bool:
 
 
 def _load_file(
-    source: BoxSource,
+    source: CheckpointFolder,
     file: str,
     parts: Mapping[StoredBox, Sequence[Wanted]],
     is_verified: Callable[[StoredBox, Sequence[Wanted]], bool],
@@ -332,16 +362,16 @@ def load_on_all_ranks(
         own: further pieces, which no other rank has, beyond `memory`.
     """
     tensors, mesh = list(memory), comm.mesh
+    mine: list[tuple[str, Mapping[StoredBox, list[Wanted]]]] = []
 
-    def read() -> list[str]:
-        files, alone = (_boxes_to_read(source.folder, source.index, each) for each in (pieces, own))
+    def choose() -> None:
+        files, alone = (_boxes_to_read(source.name, source.index, each) for each in (pieces, own))
         for tensor in tensors:
             tensor.zero_()
-        mine = [*_part_of(files, mesh.index(replicas), mesh.size(replicas)), *alone]
-        return [found for file, boxes in mine for found in _load_file(source, file, boxes, _has_chosen_element)]
+        mine.extend([*_part_of(files, mesh.index(replicas), mesh.size(replicas)), *alone])
 
-    found = run_on_all_ranks(comm, read)
-    damage: list[str] = comm.broadcast_object(found and list(dict.fromkeys(chain(*found))))
+    run_on_all_ranks(comm, choose)
+    damage = source.fill(mine, comm)
     for tensor in tensors if not damage else ():
         words = tensor.view(-1).view(_WORDS.get(tensor.element_size(), torch.int8))
         for axis in mesh.nontrivial(replicas):

@@ -93,6 +93,9 @@ class Comm(ObjectCollectives, Protocol):
         They are in the order of the ranks, `received[i]` of the i-th one; the tensors differ in their rows alone.
         """
 
+    def all_to_all_bytes(self, blocks: Sequence[Tensor]) -> list[Tensor]:
+        """Send `blocks[i]`, bytes in host memory of any number, to rank i; return what each rank sends to this one."""
+
     def shift(self, x: Tensor, out: Tensor, axes: Axes, by: int) -> Pending:
         """Send `x` to the rank `by` places further along `axes`, around its end to the first; return `out`.
 
@@ -145,3 +148,6 @@ class ForwardingComm:
 
     def broadcast_object(self, value: Any) -> Any:
         return self.comm.broadcast_object(value)
+
+    def all_to_all_bytes(self, blocks: Sequence[Tensor]) -> list[Tensor]:
+        return self.comm.all_to_all_bytes(blocks)

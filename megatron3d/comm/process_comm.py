@@ -154,6 +154,7 @@ class ProcessComm:
         if has_world_group is None:
             has_world_group = is_connected and not is_over_nccl
         self._objects = store_objects(mesh, timeout) if is_over_nccl else GroupObjects(mesh)
+        self._host_group: dist.ProcessGroup | None = None  # made by its first use, by all ranks together
         self.log = CollectiveLog(mesh)
         self._wait_hook: WaitHook = _no_hook
         axis_sets = [*([mesh.names] if has_world_group else []), *axis_sets]
@@ -324,6 +325,18 @@ class ProcessComm:
         x, out = x.contiguous(), x.new_empty((sum(received), *x.shape[1:]))
         work = dist.all_to_all_single(out, x, list(received), list(sent), group=group, async_op=True)
         return self._pending(work, out, axes, sent=x)
+
+    def all_to_all_bytes(self, blocks: Sequence[Tensor]) -> list[Tensor]:
+        if self.mesh.world_size == 1:
+            return list(blocks)
+        if self._host_group is None:
+            self._host_group = dist.new_group(backend=CPU_BACKEND) if self._backend == GPU_BACKEND else dist.group.WORLD
+        sent = torch.tensor([len(block) for block in blocks])
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self._host_group)
+        out = torch.empty(int(received.sum()), dtype=torch.uint8)
+        dist.all_to_all_single(out, torch.cat(list(blocks)), received.tolist(), sent.tolist(), group=self._host_group)
+        return list(out.split(received.tolist()))
 
     def shift(self, x: Tensor, out: Tensor, axes: Axes, by: int) -> Pending:
         group, ranks = self._group(axes, "shift")

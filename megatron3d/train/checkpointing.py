@@ -85,6 +85,16 @@ def source_of(state: TrainState) -> PieceSource:
 
 def describe(state: TrainState, identity: Mapping[str, JsonValue], config: Config | None = None) -> Mapping[str, Any]:
     """Return the metadata of a checkpoint; a run that continues it must have the same `identity`."""
+    return describe_alone(state, identity, config, _cursors(state))
+
+
+def describe_alone(
+    state: TrainState,
+    identity: Mapping[str, JsonValue],
+    config: Config | None,
+    cursors: Mapping[str, list[int]],
+) -> Mapping[str, Any]:
+    """Return the metadata of a checkpoint without communication, with these positions in a streamed dataset."""
     return Meta(
         model=architecture_record(state.model.arch),
         identity=dict(identity),
@@ -92,7 +102,7 @@ def describe(state: TrainState, identity: Mapping[str, JsonValue], config: Confi
         consumed_samples=state.consumed_samples,
         optimizer_steps=state.optimizer.num_steps.item(),
         loss_scale={name: value.item() for name, value in state.loss_scale.state().items()},
-        cursors=_cursors(state),
+        cursors=dict(cursors),
         config={} if config is None else config.model_dump(mode="json"),
         mesh=dict(state.model.comm.mesh.axes),
         versions={"megatron3d": __version__, "torch": str(torch.__version__)},
@@ -128,21 +138,38 @@ def try_load(
 
     Where there is damage, the weights and the optimizer state are undefined until another checkpoint is loaded.
     """
-    comm, buffers = state.model.comm, state.buffers
-    only = None if options.optimizer else "model"
-    pieces = list(_pieces(state, None, only))
-    own = list(_home_pieces(state)) if options.optimizer else []
+    names = {piece.name for piece in held_pieces(state, options)}
+    prefix = "" if options.optimizer else "model."
+    device = state.buffers.flat_buffers[0].main.device
     try:
-        names = {piece.name for piece in (*pieces, *own)}
-        prefix = "" if options.optimizer else "model."
-        device = buffers.flat_buffers[0].main.device
-        index = read.read_index_on_all_ranks(folder, comm, names, prefix, options.source.read_index, device)
+        index = read.read_index_on_all_ranks(folder, state.model.comm, names, prefix, options.source.read_index, device)
     except UserError as error:
         if options.source.is_foreign:  # there is no older checkpoint to try
             raise
         return error.problems
+    return fill_state(read.CheckpointFolder(folder, index, options.source.open_file), state, identity, options)
+
+
+def held_pieces(state: TrainState, options: LoadOptions = EVERYTHING) -> list[store.Piece]:
+    """Return all pieces of weights and optimizer state that this rank holds, replicas as well; they are views."""
+    return [*_pieces(state, None, _only(options)), *(_home_pieces(state) if options.optimizer else ())]
+
+
+def _only(options: LoadOptions) -> str | None:
+    """Return the one prefix of names that is loaded; None: all."""
+    return None if options.optimizer else "model"
+
+
+def fill_state(
+    source: read.BoxSource, state: TrainState, identity: Mapping[str, JsonValue], options: LoadOptions = EVERYTHING
+) -> Sequence[str]:
+    """Load a state from boxes, wherever they are; otherwise like `try_load`."""
+    comm, buffers, index = state.model.comm, state.buffers, source.index
+    only = _only(options)
+    pieces = list(_pieces(state, None, only))
+    own = list(_home_pieces(state)) if options.optimizer else []
     metas: list[Meta] = []
-    run_on_all_ranks(comm, lambda: metas.append(_check_compatible(folder, index, state, identity, options)))
+    run_on_all_ranks(comm, lambda: metas.append(_check_compatible(source.name, index, state, identity, options)))
     if options.optimizer and changed_rule(metas[0], state):
         pieces = [piece for piece in pieces if piece.name in index.tensors or piece.name.startswith("model.")]
         own = [piece for piece in own if piece.name in index.tensors]
@@ -158,7 +185,6 @@ def try_load(
     memory += [values for table, values in tables.items() if only in (None, _ROUTERS[table])]
     mode, sharded = state.model.mode, buffers.sharding.axes
     replicas = state.model.comm.mesh.without((*DATA, *mode.context), (*sharded, *mode.experts, *mode.etensor))
-    source = read.BoxSource(folder, index, options.source.open_file)
     damage = read.load_on_all_ranks(source, pieces, memory, comm, replicas, own)
     if damage:
         return damage
@@ -222,7 +248,7 @@ def load_weights(folder: Path, state: TrainState, identity: Mapping[str, JsonVal
     load_state(folder, state, identity, replace(WEIGHTS, source=SourceFormat(READERS[weights])))
 
 
-def model_problems(folder: Path, record: Mapping[str, JsonValue], spec: RunSpec) -> list[str]:
+def model_problems(folder: Path | str, record: Mapping[str, JsonValue], spec: RunSpec) -> list[str]:
     """Return what is to be done where a checkpoint with this record of its model is of another one than the run."""
     changes = [each for each in changed_fields(record, spec.arch) if not may_change(each, spec.arch)]
     if not changes:
@@ -270,7 +296,7 @@ def check_continued(spec: RunSpec) -> None:
 
 
 def _check_compatible(
-    folder: Path, index: store.Index, state: TrainState, identity: Mapping[str, JsonValue], options: LoadOptions
+    folder: str, index: store.Index, state: TrainState, identity: Mapping[str, JsonValue], options: LoadOptions
 ) -> Meta:
     """Return the metadata after comparing it with the model and, unless accepted, with `identity`."""
     meta = meta_of(folder, index)
@@ -304,7 +330,7 @@ def _check_compatible(
     return meta
 
 
-def _average_problems(folder: Path, meta: Meta, index: store.Index, state: TrainState) -> Iterator[str]:
+def _average_problems(folder: str, meta: Meta, index: store.Index, state: TrainState) -> Iterator[str]:
     """Yield a message where either the checkpoint or the run has moving averages of the weights."""
     decay, section = state.spec.config.optimizer.ema_decay, meta.config.get("optimizer")
     if lacks_averages(index, state):

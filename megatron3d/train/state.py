@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -34,6 +34,33 @@ from megatron3d.runtime.machine import group_timeout
 from megatron3d.zero import Buffers
 
 
+class UpdateMark:
+    """Marks the time in which a state is of no step: its update has begun, and is not complete on the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._is_open = device, False
+        self._end: torch.Event | None = None
+
+    def begin(self) -> None:
+        """Note that the update begins."""
+        self._is_open = True
+
+    def end(self) -> None:
+        """Note that the update is enqueued, and that the state counts it."""
+        self._is_open = False
+        if self._device.type != "cpu":
+            self._end = torch.Event(self._device)
+            self._end.record()
+
+    def is_complete(self) -> bool:
+        """Return whether weights, optimizer state and counters are all of one step.
+
+        Where a collective of an accelerator hangs, this must be asked before its group is aborted: kernels that are
+        enqueued behind it go on then, with whatever is in its memory.
+        """
+        return not self._is_open and (self._end is None or self._end.query())
+
+
 @dataclass
 class TrainState:
     """Model, buffers and optimizer after `iteration` steps, in which `consumed_samples` sequences were consumed.
@@ -43,6 +70,7 @@ class TrainState:
         stream: the streamed dataset if one is trained on; checkpoints store the position in it.
         model_type: that of the Hugging Face folder that the weights come from; empty: they come from none.
         changes: options of the model that continuations have changed, as checkpoints store them.
+        update: whether an update is half done.
     """
 
     spec: RunSpec
@@ -56,6 +84,7 @@ class TrainState:
     stream: StreamedSamples | None = None
     model_type: str = ""
     changes: Sequence[dict[str, Any]] = ()
+    update: UpdateMark = field(default_factory=lambda: UpdateMark(torch.device("cpu")))
 
 
 def connect(spec: RunSpec) -> ProcessComm:
@@ -121,7 +150,8 @@ def build_state(
         model.prefetch_weights(buffers.unshard)
     qk_clip = None if model.logits is None else QKClip(model.logits, buffers, spec.arch, config.optimizer)
     optimizer = Optimizer(buffers, config.optimizer, loss_scale, qk_clip)
-    return TrainState(spec, model, buffers, optimizer, loss_scale, PipelineExecutor(model, spec.pipeline))
+    executor = PipelineExecutor(model, spec.pipeline)
+    return TrainState(spec, model, buffers, optimizer, loss_scale, executor, update=UpdateMark(device))
 
 
 def _compile(model: GPT, config: Config) -> None:

@@ -116,11 +116,13 @@ def train_step(
         counts = model.routers.reduce(model.comm)
     grad_norm = scale.unscale(square.sqrt())
     before_update()
+    state.update.begin()
     with observer(UPDATE):
         skipped = state.optimizer.step(grad_norm, lr, weight_decay, state.iteration)
         model.routers.update(counts, skipped)
     state.iteration += 1
     state.consumed_samples += settings.num_samples
+    state.update.end()
     ahead = torch.stack(mtp_losses) if mtp_losses else local[:0]
     return StepResult(loss, grad_norm, skipped, stop_requests, ahead, counts)
 

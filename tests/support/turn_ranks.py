@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -282,6 +282,10 @@ class TurnComm:
     def _objects(self, what: str, value: Any) -> list[Any]:
         everyone = tuple(range(self.mesh.world_size))
         return self._values(self._exchange(everyone, what, value), everyone)
+
+    def all_to_all_bytes(self, blocks: Sequence[Tensor]) -> list[Tensor]:
+        sent = self._objects("all_to_all_bytes", [block.clone() for block in blocks])
+        return [each[self.mesh.rank] for each in sent]
 
     def gather_object(self, value: Any) -> list[Any] | None:
         values = self._objects("gather_object", value)

@@ -58,7 +58,7 @@ def fill(rank, world_size, folder, mesh):
     pieces = pieces_of(comm.mesh, memory)
     try:
         index = loading.read_index_on_all_ranks(folder, comm, [piece.name for piece in pieces])
-        damage = loading.load_on_all_ranks(read.BoxSource(folder, index), pieces, [memory], comm, DATA)
+        damage = loading.load_on_all_ranks(read.CheckpointFolder(folder, index), pieces, [memory], comm, DATA)
     except UserError as error:
         return error.problems
     return memory, damage
@@ -146,7 +146,7 @@ def test_a_tensor_that_the_checkpoint_lacks_is_named_on_all_ranks(tmp_path):
         v = torch.zeros(2)
         with pytest.raises(UserError) as caught:
             pieces = [Piece("v", (2,), ((0, 2),), v)]
-            loading.load_on_all_ranks(read.BoxSource(folder, index), pieces, [v], comm, DATA)
+            loading.load_on_all_ranks(read.CheckpointFolder(folder, index), pieces, [v], comm, DATA)
         return caught.value.problems
 
     problems = run_turns(ask, 4)

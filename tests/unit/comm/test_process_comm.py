@@ -131,6 +131,19 @@ def test_objects_are_gathered_on_rank_0(pool: Pool) -> None:
         assert others == [(None, "from 0")] * 2
 
 
+def blocks(rank: int, world_size: int) -> list[list[int]]:
+    comm = make_comm(Mesh((("x", world_size),), rank), [("x",)])
+    sent = [torch.full((3 * rank + other,), 10 * rank + other, dtype=torch.uint8) for other in range(world_size)]
+    return [received.tolist() for received in comm.all_to_all_bytes(sent)]
+
+
+def test_bytes_of_any_number_go_to_each_rank(pool: Pool) -> None:
+    """Rank 0 sends none to itself; alone, a rank keeps its own."""
+    expected = [[[10 * rank + mine] * (3 * rank + mine) for rank in range(3)] for mine in range(3)]
+    assert pool.run(blocks, 3) == run_turns(blocks, 3) == expected
+    assert blocks(0, 1) == [[]]
+
+
 def refusals(rank: int, world_size: int) -> list[str]:
     comm = make_comm(Mesh((("x", 2), ("y", 2)), rank), [("x",)])
     messages = []
