@@ -59,10 +59,13 @@ class Snapshot:
     Args:
         device: the device of the tensors.
         stream: the stream that copies; None: a new side stream of the device.
+        key: the key that asks for the copy, for messages.
     """
 
-    def __init__(self, device: torch.device, stream: SideStream | None = None) -> None:
-        self._device, self._stream = device, stream or side_stream(device)
+    def __init__(
+        self, device: torch.device, stream: SideStream | None = None, key: str = "checkpoint.async_save=true"
+    ) -> None:
+        self._device, self._stream, self._key = device, stream or side_stream(device), key
         self._making: Future[Buffers] | None = None
         self._copying = SideWork()
 
@@ -112,7 +115,7 @@ class Snapshot:
         try:
             return self._making.result()
         except RuntimeError as error:
-            raise UserError(f"checkpoint.async_save=true: {error}; use false, or fewer ranks per node") from error
+            raise UserError(f"{self._key}: {error}; leave it out, or use fewer ranks per node") from error
 
     def hold_update(self) -> None:
         """Let the next update of the state wait for the copy; the host does not wait."""
@@ -123,9 +126,14 @@ class Snapshot:
         self._copying.wait()
 
     @property
+    def buffers(self) -> Buffers:
+        """The memory of the copy, by dtype."""
+        return self._making.result() if self._making else {}
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of host memory in use."""
-        return sum(memory.nbytes for memory in self._making.result().values()) if self._making else 0
+        return sum(memory.nbytes for memory in self.buffers.values())
 
 
 class CheckpointSaver:

@@ -324,6 +324,13 @@ class CheckpointConfig(Section, frozen=True):
         also="save_best load_best_model_at_end always_save_checkpoint",
     )
     async_save: bool = key(False, "write in the background; training waits only for the copy to CPU memory")
+    in_memory_interval: int | None = key(
+        None,
+        "iterations between copies of the state in host memory, each on two ranks, from which a run goes on that has "
+        "lost ranks; default: none",
+        ge=1,
+        also="local_checkpoint_period enable_emergency_checkpoint save_memory_interval replication",
+    )
     finetune: bool = key(False, "load weights only; iteration, optimizer and data start from scratch")
     no_load_optim: bool = key(False, "load without optimizer state and loss scale")
     accept_changed: tuple[Literal["tokenizer", "corpus", "data.split", "train.seed", "optimizer"], ...] = key(

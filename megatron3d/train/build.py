@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +13,13 @@ import torch
 from pydantic import JsonValue
 
 from megatron3d.checkpoint.async_saver import CheckpointSaver, Snapshot
+from megatron3d.checkpoint.in_memory import InMemoryCheckpoints
 from megatron3d.checkpoint.index import meta_of
 from megatron3d.checkpoint.publish import LOCK_FILE, FolderLock, RetentionPolicy, is_non_persistent
 from megatron3d.checkpoint.store import latest, resolve
 from megatron3d.comm.interface import Comm
 from megatron3d.comm.objects import background_comm, on_rank_0, run_on_all_ranks
+from megatron3d.comm.peer_link import GlooPeerLink
 from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.config.read import Resolved
 from megatron3d.config.report import batch_arithmetic, write_resolved
@@ -32,13 +35,16 @@ from megatron3d.data.packing import Packing, Starts
 from megatron3d.data.token_files.indexed import BLOCK, IndexedDataset
 from megatron3d.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron3d.errors import UserError
+from megatron3d.forecast.memory.rank import in_memory_bytes, snapshot_bytes
 from megatron3d.hardware.devices import device_peak
 from megatron3d.metrics import MetricsWriter, process_memory
 from megatron3d.metrics.timers import Timers
 from megatron3d.metrics.writer import WANDB_ID
 from megatron3d.model.group_plan import tied_links
 from megatron3d.model.spec import changed_fields
+from megatron3d.parallel.peers import kept_by, peer_of
 from megatron3d.runtime.files import absent, remove
+from megatron3d.runtime.machine import group_timeout
 from megatron3d.runtime.process import Runtime
 from megatron3d.runtime.program import StartupPhases
 from megatron3d.train.checkpointing import (
@@ -52,7 +58,7 @@ from megatron3d.train.checkpointing import (
     source_of,
 )
 from megatron3d.train.monitor.profiling import PROFILES, TRACES, check_memory_history
-from megatron3d.train.monitor.reports import check_built, describe_connections, startup_report
+from megatron3d.train.monitor.reports import check_built, describe_connections, job_of, startup_report
 from megatron3d.train.run import Run
 from megatron3d.train.state import TrainState, build_state, connect
 
@@ -80,6 +86,7 @@ def build_run(resolved: Resolved, runtime: Runtime, phases: StartupPhases) -> Ru
             saver.prepare(source_of(state))
             if runtime.watchdog is not None:
                 runtime.watchdog.follow_saves(lambda: saver.num_bytes)
+        memory = make_memory(state, comm, runtime.device)
         resume(state, identity, comm, saver)
     if state.iteration == 0 and any(dataset.manifest is None for dataset in corpus.datasets):
         with phases("token ids of the corpus, which has no manifest"):
@@ -97,6 +104,7 @@ def build_run(resolved: Resolved, runtime: Runtime, phases: StartupPhases) -> Ru
         valid_data=make_loader(corpus.valid, spec, runtime, packing, comm) if corpus.valid else None,
         metrics=metrics,
         saver=saver,
+        memory=memory,
         lock=lock,
         identity=identity,
         comm=comm,
@@ -201,6 +209,32 @@ def make_saver(spec: RunSpec, comm: Comm, device: torch.device) -> CheckpointSav
         report,
         Snapshot(device) if checkpoint.async_save else None,
     )
+
+
+def make_memory(state: TrainState, comm: Comm, device: torch.device) -> InMemoryCheckpoints | None:
+    """Return the in-memory checkpoints, with all their memory; None where none are asked for or a rank is alone."""
+    config, mesh = state.spec.config, comm.mesh
+    interval = config.checkpoint.in_memory_interval
+    if interval is None or mesh.world_size == 1:
+        return None
+    hosts: list[str] = comm.broadcast_object(comm.gather_object(socket.gethostname()))
+    peer, source = peer_of(mesh.rank, hosts), kept_by(mesh.rank, hosts)
+
+    def report(line: str) -> None:
+        if mesh.rank == 0:
+            print(f"> {line}", flush=True)
+
+    timeout = group_timeout(60 * config.train.distributed_timeout_minutes)
+    memory = InMemoryCheckpoints(background_comm(mesh), GlooPeerLink(peer, source, timeout), device, report)
+    memory.prepare(source_of(state))
+    job = job_of(state.spec, device)
+    sent, kept = (f"{num_bytes / 2**30:.3g} GiB" for num_bytes in (snapshot_bytes(job), in_memory_bytes(job)))
+    alone = ", on the only host, so that they do not outlive it" if len({*hosts}) == 1 else f" on {hosts[peer]}"
+    report(
+        f"in-memory checkpoints every {interval} iterations: rank 0 sends {sent} to rank {peer}{alone}; they take "
+        f"{kept} of its host memory"
+    )
+    return memory
 
 
 def load_options(spec: RunSpec, continues_started: bool) -> LoadOptions:

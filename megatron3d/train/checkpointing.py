@@ -85,16 +85,15 @@ def source_of(state: TrainState) -> PieceSource:
 
 def describe(state: TrainState, identity: Mapping[str, JsonValue], config: Config | None = None) -> Mapping[str, Any]:
     """Return the metadata of a checkpoint; a run that continues it must have the same `identity`."""
-    return describe_alone(state, identity, config, _cursors(state))
+    known = state.model.comm.gather_object(_cursors(state)) if state.stream is not None else []
+    cursors = {lane: cursor for cursors in known or () for lane, cursor in cursors.items()}
+    return {**describe_alone(state, identity, config), "cursors": cursors}
 
 
 def describe_alone(
-    state: TrainState,
-    identity: Mapping[str, JsonValue],
-    config: Config | None,
-    cursors: Mapping[str, list[int]],
+    state: TrainState, identity: Mapping[str, JsonValue], config: Config | None = None
 ) -> Mapping[str, Any]:
-    """Return the metadata of a checkpoint without communication, with these positions in a streamed dataset."""
+    """Return the metadata of a checkpoint without communication, with the places in a stream that this rank knows."""
     return Meta(
         model=architecture_record(state.model.arch),
         identity=dict(identity),
@@ -102,7 +101,7 @@ def describe_alone(
         consumed_samples=state.consumed_samples,
         optimizer_steps=state.optimizer.num_steps.item(),
         loss_scale={name: value.item() for name, value in state.loss_scale.state().items()},
-        cursors=dict(cursors),
+        cursors=_cursors(state),
         config={} if config is None else config.model_dump(mode="json"),
         mesh=dict(state.model.comm.mesh.axes),
         versions={"megatron3d": __version__, "torch": str(torch.__version__)},
@@ -112,11 +111,9 @@ def describe_alone(
 
 
 def _cursors(state: TrainState) -> dict[str, list[int]]:
-    """Return the position in each lane of a streamed dataset, on rank 0; empty elsewhere or without a stream."""
-    if state.stream is None:
-        return {}
-    known = state.model.comm.gather_object(state.stream.cursors(state.consumed_samples)) or []
-    return {lane: list(cursor) for cursors in known for lane, cursor in cursors.items()}
+    """Return the position in each lane of a streamed dataset that this rank knows; empty without a stream."""
+    known = {} if state.stream is None else state.stream.cursors(state.consumed_samples)
+    return {lane: list(cursor) for lane, cursor in known.items()}
 
 
 def load_state(

@@ -16,7 +16,7 @@ from megatron3d.data.loader import BatchLoader
 from megatron3d.errors import ExitCode
 from megatron3d.metrics.timers import BATCH, EVALUATE, SAVE
 from megatron3d.runtime.program import StopSignal
-from megatron3d.train.checkpointing import describe, source_of
+from megatron3d.train.checkpointing import describe, describe_alone, source_of
 from megatron3d.train.monitor.monitor import Monitor
 from megatron3d.train.monitor.reports import job_of, oom_report
 from megatron3d.train.noise_scale import NoiseScale
@@ -76,7 +76,6 @@ def _train(run: Run, stop: StopSignal, stop_file: StopFile, collector: ManualGc)
     job = job_of(run.spec, run.runtime.device)
     monitor = Monitor(run, job)
     limits, rollbacks, noise = ExitLimits(run.spec), Rollbacks(run), NoiseScale(run)
-    hold_update = run.saver.hold_update if run.saver else lambda: None
     stopping = False
     previous: Readout | None = None
 
@@ -108,7 +107,7 @@ def _train(run: Run, stop: StopSignal, stop_file: StopFile, collector: ManualGc)
                 weight_decay=weight_decay,
                 stop_requested=stop_requested,
                 observer=observer,
-                before_update=hold_update,
+                before_update=lambda: hold_update(run),
                 watches_routers=is_logged,
             )
         numbers = Readout(result)
@@ -124,9 +123,8 @@ def _train(run: Run, stop: StopSignal, stop_file: StopFile, collector: ManualGc)
             previous = None
             continue
         previous = numbers
-        if (is_save_due(run) or best_loss is not None) and not rollbacks.is_failing:
-            with monitor.between_steps(SAVE):
-                save(run, best_loss)
+        if not rollbacks.is_failing:
+            save_what_is_due(run, monitor, best_loss)
 
     rollbacks.finish()
     save_last(run)
@@ -243,6 +241,20 @@ def is_save_due(run: Run) -> bool:
     return any(is_due(run.state.iteration, interval) for interval in intervals)
 
 
+def save_what_is_due(run: Run, monitor: Monitor, best_loss: float | None) -> None:
+    """Save a checkpoint, and one in memory, where that is due; a loss is that of a checkpoint that is kept as the best.
+
+    The next update waits until the state is copied.
+    """
+    state, interval = run.state, run.config.checkpoint.in_memory_interval
+    if is_save_due(run) or best_loss is not None:
+        with monitor.between_steps(SAVE):
+            save(run, best_loss)
+    if run.memory and is_due(state.iteration, interval):
+        with monitor.between_steps(SAVE):
+            run.memory.take(describe_alone(state, run.identity, run.config), source_of(state))
+
+
 def save(run: Run, best_loss: float | None = None) -> None:
     """Save a checkpoint, the best one with a loss; with `checkpoint.async_save` only start to."""
     state = run.state
@@ -252,9 +264,18 @@ def save(run: Run, best_loss: float | None = None) -> None:
         run.saver.save(state.iteration, source_of(state), described, is_persistent, best_loss)
 
 
+def hold_update(run: Run) -> None:
+    """Let the update wait until the saves that were started have copied the state."""
+    for saver in (run.saver, run.memory):
+        if saver:
+            saver.hold_update()
+
+
 def save_last(run: Run) -> None:
     """Save the state that training ended with, unless it is saved, and wait until it is complete."""
     state = run.state
+    if run.memory:
+        run.memory.wait()
     if run.saver:
         run.saver.finish(state.iteration, source_of(state), describe(state, run.identity, run.config))
 

@@ -61,9 +61,7 @@ def held_state(state: TrainState, identity: Mapping[str, JsonValue], is_complete
     """
     if not (state.update.is_complete() if is_complete is None else is_complete):
         return ()
-    places = {} if state.stream is None else state.stream.cursors(state.consumed_samples)
-    cursors = {lane: list(place) for lane, place in places.items()}
-    meta = describe_alone(state, identity, state.spec.config, cursors)
+    meta = describe_alone(state, identity, state.spec.config)
     return (HeldStep(meta, [replace(piece, tensor=piece.tensor.cpu()) for piece in held_pieces(state)]),)
 
 

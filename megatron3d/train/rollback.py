@@ -190,6 +190,8 @@ def roll_back(run: Run, spike: Spike, num_rollbacks: int, last_good: int) -> Non
         raise RunFailed(f"iteration {iteration}: {spike.reason}, after train.max_rollbacks={max_rollbacks} rollbacks")
     assert run.saver is not None, "a run that rolls back saves checkpoints"
     run.saver.wait()
+    if run.memory:
+        run.memory.forget()
     load_good_checkpoint(run, spike, last_good)
     first_skipped, state.consumed_samples = state.consumed_samples, next_sample
     if run.metrics:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pydantic import JsonValue
 
 from megatron3d.checkpoint.async_saver import CheckpointSaver
+from megatron3d.checkpoint.in_memory import InMemoryCheckpoints
 from megatron3d.checkpoint.publish import FolderLock
 from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.config.run_spec import RunSpec
@@ -33,6 +34,7 @@ class Run:
         valid_data: the validation split; None without one.
         metrics: writer of the metrics on rank 0; None elsewhere.
         saver: writer of checkpoints; None if the run has no folder.
+        memory: in-memory checkpoints; None where none are asked for.
         lock: lock of that folder on rank 0; None elsewhere.
         identity: values that a later launch must share to continue this run.
         comm: the communicator of `state`.
@@ -50,6 +52,7 @@ class Run:
     valid_data: BatchLoader | None
     metrics: MetricsWriter | None
     saver: CheckpointSaver | None
+    memory: InMemoryCheckpoints | None
     lock: FolderLock | None
     identity: Mapping[str, JsonValue]
     comm: ProcessComm

@@ -77,6 +77,7 @@ FEATURES: tuple[Feature, ...] = (
         lambda facts: facts.spec.lr_phases.warmup > 0,
         ("optimizer.lr_warmup_init",),
     ),
+    Feature("more than one rank", lambda facts: facts.world_size > 1, ("checkpoint.in_memory_interval",)),
     Feature("checkpoint.save", lambda facts: facts.config.checkpoint.save is not None, _in("checkpoint", *SAVING)),
     Feature(
         "logging.wandb_project",

@@ -50,6 +50,7 @@ from megatron3d.model.stage_plan import Stage
 from megatron3d.optim.rule_spec import group_of
 from megatron3d.parallel.mesh import PIPELINE, Axes
 from megatron3d.parallel.parallel_state import ParallelState
+from megatron3d.parallel.peers import NUM_COPIES, kept_by
 from megatron3d.pipeline.actions import Action, ActionKind
 from megatron3d.pipeline.actions import activations_in_flight as in_flight_after
 
@@ -226,15 +227,17 @@ class MemoryOfRank:
 def buffers(step: StepSpec) -> dict[str, int]:
     """Return the bytes of lasting buffers: tokens, rotary tables, a workspace.
 
-    On a CPU the copy for asynchronous saves is one, too.
+    On a CPU the copy for asynchronous saves is one, too, and so are in-memory checkpoints.
     """
     local = step.local
+    on_cpu = not local.kernels.on_gpu
     token_bytes = (1 + local.arch.mtp_num_layers) * _TOKEN_BYTES + _DOCUMENT_BYTES * local.resets_positions
     return {
         "tokens": step.num_microbatches * local.sequences_read * local.arch.seq_length * token_bytes,
         "rotary tables": total_bytes(rotary_tables(local)),
         "GEMM workspace": local.kernels.gemm_workspace + symmetric_bytes(local),
-        "snapshot of a save": snapshot_bytes(step) if step.saves_in_background and not local.kernels.on_gpu else 0,
+        "snapshot of a save": snapshot_bytes(step) if step.saves_in_background and on_cpu else 0,
+        "in-memory checkpoints": in_memory_bytes(step) if step.saves_in_memory and on_cpu else 0,
     }
 
 
@@ -252,6 +255,16 @@ def snapshot_bytes(step: StepSpec) -> int:
         for path, _, spec in held_params(step)
     )
     return round(written) + home_state_bytes(step, flat_buffer_sizes(step))
+
+
+def in_memory_bytes(step: StepSpec) -> int:
+    """Return the bytes of host memory of in-memory checkpoints: two copies of this rank's part, two of another's.
+
+    Ranks are taken to be on hosts in their order.
+    """
+    mesh = step.local.mesh
+    other = kept_by(mesh.rank, [""] * mesh.world_size)
+    return NUM_COPIES * (snapshot_bytes(step) + snapshot_bytes(step.at(other)))
 
 
 # A pipeline rank waits for the gradients of its first microbatch when it has launched the forwards of all in flight.

@@ -28,6 +28,7 @@ class StepSpec:
         zero_stage: what the data axis shards: 0 nothing, 1 optimizer state and master weights, 2 also gradients, 3 also
             weights.
         saves_in_background: a copy of the state that this rank writes is kept in host memory.
+        saves_in_memory: copies of it, and of what another rank writes, are kept there as checkpoints.
     """
 
     local: LocalSizes
@@ -39,6 +40,7 @@ class StepSpec:
     zero_stage: int = 0
     reduce_itemsize: int = 4
     saves_in_background: bool = False
+    saves_in_memory: bool = False
 
     def at(self, rank: int) -> StepSpec:
         """Return the same step seen from another rank."""
@@ -149,4 +151,5 @@ def make_step_spec(spec: RunSpec, kernels: KernelMemory = KERNELS["cpu"]) -> Ste
         zero_stage=config.parallel.zero_stage,
         reduce_itemsize=2 if config.train.grad_reduce_in_bf16 else local.wide,
         saves_in_background=config.checkpoint.save is not None and config.checkpoint.async_save,
+        saves_in_memory=config.checkpoint.in_memory_interval is not None and spec.mesh.world_size > 1,
     )

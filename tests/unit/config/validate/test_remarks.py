@@ -45,6 +45,7 @@ VALUES: dict[str, Any] = {
     "checkpoint.save_retain_interval": 6,
     "checkpoint.keep_best": True,
     "checkpoint.async_save": True,
+    "checkpoint.in_memory_interval": 5,
     "logging.wandb_name": "mine",
     "logging.wandb_mode": "offline",
     "logging.record_memory_history": True,
