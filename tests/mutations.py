@@ -67,6 +67,8 @@ CACHE = ("tests/unit/inference/test_sampling.py", "-k", "context")
 RINGS = ("tests/unit/inference/test_sampling.py",)
 TEXTS = ("tests/unit/inference/test_continuation.py",)
 SERVER = "tests/integration/tools/test_serve.py"
+FROM_MEMORY = ("tests/integration/test_restore.py",)
+COPIES = ("tests/unit/checkpoint/test_in_memory.py",)
 BEST = ("tests/integration/test_best_checkpoint.py", "-k", "stays or rollback")
 
 
@@ -1910,6 +1912,69 @@ MUTATIONS = [
         "self.best is None or loss < self.best.loss",
         "self.best is None or loss < 0",
         BEST,
+    ),
+    Mutation(
+        "boxes of two steps are mixed",
+        "checkpoint/held.py",
+        "if StepKey.of(step.meta) == StepKey.of(index.meta) else ()",
+        "if StepKey.of(step.meta) else ()",
+        FROM_MEMORY,
+    ),
+    Mutation(
+        "a step is known by its iteration alone",
+        "checkpoint/held.py",
+        'return cls(meta["iteration"], meta["consumed_samples"])',
+        'return cls(meta["iteration"], 0)',
+        FROM_MEMORY,
+    ),
+    Mutation(
+        "an element that no rank holds is not missed",
+        "checkpoint/held.py",
+        "< math.prod(shape):",
+        "< 0:",
+        FROM_MEMORY,
+    ),
+    Mutation(
+        "a state is held while its update is half done",
+        "train/state.py",
+        "return not self._is_open and",
+        "return",
+        FROM_MEMORY,
+    ),
+    Mutation(
+        "the place in the data is not restored",
+        "train/checkpointing.py",
+        "state.iteration, state.consumed_samples = meta.iteration, meta.consumed_samples",
+        "state.iteration = meta.iteration",
+        FROM_MEMORY,
+    ),
+    Mutation(
+        "a peer's snapshot counts before it has arrived",
+        "checkpoint/in_memory.py",
+        "        self._link.swap(mine, theirs)\n",
+        "        copy.their_step = HeldStep(meta, copy.their_pieces)\n        self._link.swap(mine, theirs)\n",
+        COPIES,
+    ),
+    Mutation(
+        "the only complete copy is overwritten",
+        "checkpoint/in_memory.py",
+        "copy = self._copies[self._num_taken % NUM_COPIES]",
+        "copy = self._copies[0]",
+        COPIES,
+    ),
+    Mutation(
+        "an update does not wait for the copy in memory",
+        "checkpoint/in_memory.py",
+        "self._snapshots[(self._num_taken - 1) % NUM_COPIES].hold_update()",
+        "self._snapshots[self._num_taken % NUM_COPIES].hold_update()",
+        COPIES,
+    ),
+    Mutation(
+        "a rollback keeps the later steps in memory",
+        "checkpoint/in_memory.py",
+        "        self.wait()\n        for copy in self._copies:",
+        "        self.wait()\n        for copy in ():",
+        COPIES,
     ),
 ]
 
