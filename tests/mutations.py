@@ -58,6 +58,8 @@ AHEAD = ("tests/unit/model/test_mtp.py",)
 LATENT = ("tests/unit/model/test_latent_attention.py",)
 LATENT_LAYOUTS = ("tests/integration/test_latent_equality.py",)
 LATENT_CACHE = ("tests/unit/inference/test_sampling.py", "-k", "latent")
+FP8_EXPERTS = ("tests/integration/test_fp8_experts.py",)
+FP8_ROWS = ("tests/unit/experts/test_fp8_rows.py",)
 GEMM = ("tests/unit/linear/test_gemm.py",)
 FLOPS = ("tests/unit/model/test_flops.py",)
 GPU_RATES = ("tests/unit/tools/test_calibrate_gpus.py",)
@@ -822,6 +824,34 @@ MUTATIONS = [
         "            elif not holds_gradient:\n                rows.zero_()\n",
         "",
         ROUTER,
+    ),
+    Mutation(
+        "rows of split experts are scaled by one rank's features",
+        "linear/fp8_rows.py",
+        "self.format, self.plan.x_layout)",
+        "self.format, ((), ()))",
+        FP8_EXPERTS,
+    ),
+    Mutation(
+        "output gradients of split experts are scaled by one rank's features",
+        "linear/fp8_rows.py",
+        "self.dy_format, (self.plan.m, self.plan.n))",
+        "self.dy_format, ((), ()))",
+        FP8_EXPERTS,
+    ),
+    Mutation(
+        "experts multiply with the scales of another expert's rows",
+        "experts/grouped_matmul.py",
+        "rows.scales.split(list(counts))",
+        "[rows.scales[:count] for count in counts]",
+        FP8_ROWS,
+    ),
+    Mutation(
+        "a row of an expert has the scale of all",
+        "linear/fp8_rows.py",
+        "return Blocks(1, self.recipe.x.summed)",
+        "return self.recipe.x",
+        FP8_ROWS,
     ),
     Mutation(
         "biases of experts have gradients of all rows",

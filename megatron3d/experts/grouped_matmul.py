@@ -2,7 +2,8 @@
 
     Y[rows of e, N] = X[rows of e, K] W_e^T + b_e    dX of e = dY of e W_e          dW_e = dY of e ^T X of e
 
-The loop over experts is the reference; on GPUs one kernel, `F.grouped_mm`, multiplies all experts of a bf16 tensor.
+Rows of X and dY are operands of a `Gemm` as a whole, W of each expert on its own.  The loop over experts is the
+reference; on GPUs one kernel, `F.grouped_mm`, multiplies all experts of a bf16 tensor.
 Weight gradients are a GEMM per expert everywhere, since that kernel would round them to bf16 before main_grad.
 Letters: R rows of all experts, K input features, N output features, E experts.
 """
@@ -20,8 +21,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron3d.comm.interface import Pending, completed
 from megatron3d.experts.rows import Groups, ranges
-from megatron3d.linear.gemm import NATIVE, Gemm, is_compiled_by_shape
+from megatron3d.linear.gemm import NATIVE, Gemm, Operand, is_compiled_by_shape
 from megatron3d.linear.main_grad import MainGrads, WgradQueue
+from megatron3d.linear.overlap_plan import Direction
 
 # The kernel reads rows of whole 16 bytes.
 _ALIGNMENT = 8
@@ -44,48 +46,64 @@ def grouped_gemm_name(x_RK: Tensor, w_ENK: Tensor, gemm: Gemm = NATIVE) -> str:
     return f"a loop over experts (the grouped kernel needs {needs})"
 
 
-def grouped_product(x_RK: Tensor, w_ENK: Tensor, rows: Groups, gemm: Gemm = NATIVE) -> Tensor:
+def grouped_product(x: Operand, w_ENK: Tensor, rows: Groups, gemm: Gemm = NATIVE) -> Tensor:
     """Return Y [R, N]: the first expert's rows times W_0^T, the next one's times W_1^T, and so on."""
-    y_RN = _by_one_kernel(x_RK, w_ENK.transpose(1, 2), rows, gemm)
+    y_RN = _by_one_kernel(x.data, w_ENK.transpose(1, 2), rows, gemm)
     if y_RN is not None:
         return y_RN
-    y_RN = x_RK.new_empty((len(x_RK), w_ENK.shape[1]))
-    return _one_by_one(y_RN, x_RK, w_ENK, rows, lambda x, w, into: gemm.y(gemm.x(x), gemm.w(w), into_MN=into))
+    y_RN = x.data.new_empty((len(x.data), w_ENK.shape[1]), dtype=x.dtype)
+    return _one_by_one(y_RN, x, w_ENK, rows, lambda x, w, into: gemm.y(x, gemm.w(w), into_MN=into))
 
 
-def grouped_input_grad(dy_RN: Tensor, w_ENK: Tensor, rows: Groups, gemm: Gemm = NATIVE) -> Tensor:
+def grouped_input_grad(dy: Operand, w_ENK: Tensor, rows: Groups, gemm: Gemm = NATIVE) -> Tensor:
     """Return dX [R, K]: the first expert's rows times W_0, the next one's times W_1, and so on."""
-    dx_RK = _by_one_kernel(dy_RN, w_ENK, rows, gemm)
+    dx_RK = _by_one_kernel(dy.data, w_ENK, rows, gemm)
     if dx_RK is not None:
         return dx_RK
-    dx_RK = dy_RN.new_empty((len(dy_RN), w_ENK.shape[2]))
-    return _one_by_one(dx_RK, dy_RN, w_ENK, rows, lambda dy, w, into: gemm.dx(gemm.dy(dy), gemm.w(w), into_MK=into))
+    dx_RK = dy.data.new_empty((len(dy.data), w_ENK.shape[2]), dtype=dy.dtype)
+    w_of = partial(gemm.w, at=Direction.BACKWARD)
+    return _one_by_one(dx_RK, dy, w_ENK, rows, lambda dy, w, into: gemm.dx(dy, w_of(w), into_MK=into))
 
 
 def _one_by_one(
-    out: Tensor, x: Tensor, w: Tensor, rows: Groups, multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    out: Tensor, x: Operand, w: Tensor, rows: Groups, multiply: Callable[[Operand, Tensor, Tensor | None], Tensor]
 ) -> Tensor:
     """Return `out` with the product of each expert's rows and its weight."""
-    is_compiled = is_compiled_by_shape(x)
-    for part, weight in zip(ranges(rows.counts), w, strict=True):
+    shaped = padded if is_compiled_by_shape(x.data) else lambda part: part
+    for part, of_expert, weight in zip(ranges(rows.counts), parts(x, rows.counts), w, strict=True):
         count = part.stop - part.start
         if count:
-            operand = padded(x[part]) if is_compiled else x[part]
-            if len(operand) == count:
+            operand = shaped(of_expert)
+            if len(operand.data) == count:
                 multiply(operand, weight, out[part])
             else:
                 out[part] = multiply(operand, weight, None)[:count]
     return out
 
 
-def padded(rows: Tensor) -> Tensor:
+def parts(rows: Operand, counts: Sequence[int]) -> list[Operand]:
+    """Return consecutive rows of an operand whose scales are those of one row each."""
+    scales = [None] * len(counts) if rows.scales is None else rows.scales.split(list(counts))
+    return [Operand(*each, rows.form) for each in zip(rows.data.split(list(counts)), scales, strict=True)]
+
+
+def padded(rows: Operand) -> Operand:
     """Return rows followed by zeros, up to a sixteenth more, for a kernel that is compiled for each shape.
 
     oneDNN keeps a thousand such kernels; padded rows have sixteen shapes for each power of two.  Fake tensors are not
     multiplied, and keep the FLOPs of the model.
     """
-    extra = -len(rows) % max(_FEWEST_PADDED, 1 << max(len(rows).bit_length() - 5, 0))
-    return F.pad(rows, (0, 0, 0, extra)) if extra and not isinstance(rows, FakeTensor) else rows
+    count = len(rows.data)
+    extra = -count % max(_FEWEST_PADDED, 1 << max(count.bit_length() - 5, 0))
+    if not extra or isinstance(rows.data, FakeTensor):
+        return rows
+    scales = None if rows.scales is None else _with_zeros(rows.scales, extra)
+    return Operand(_with_zeros(rows.data, extra), scales, rows.form)
+
+
+def _with_zeros(t: Tensor, extra: int) -> Tensor:
+    zeros = torch.zeros((extra, *t.shape[1:]), dtype=t.dtype, device=t.device)
+    return torch.cat((t, zeros))
 
 
 def _by_one_kernel(a_RK: Tensor, b_EKN: Tensor, rows: Groups, gemm: Gemm) -> Tensor | None:
@@ -155,10 +173,12 @@ class GroupedMatmul:
         w_ENK: Tensor = w_FK.unflatten(0, (self.num_experts, -1))
         return w_ENK
 
-    def wgrad(self, param: Tensor, dy_RN: Tensor, x_RK: Tensor, counts: Sequence[int]) -> Pending | None:
+    def wgrad(self, param: Tensor, dy: Operand, x: Operand, counts: Sequence[int]) -> Pending | None:
         """Accumulate the weight gradients in main_grad; return them where there is no buffer."""
-        gemm, shaped = self.gemm, padded if is_compiled_by_shape(dy_RN.T) else lambda rows: rows
-        operands = ((gemm.dy(shaped(dy_RN[rows])), gemm.x(shaped(x_RK[rows]))) for rows in ranges(counts))
+        gemm, shaped = self.gemm, padded if is_compiled_by_shape(dy.data.T) else lambda rows: rows
+        operands = (
+            (shaped(one), shaped(other)) for one, other in zip(parts(dy, counts), parts(x, counts), strict=True)
+        )
         if self.main_grads.accumulate_rows(param, gemm, operands, self.num_experts):
             return None
         return completed(torch.cat([gemm.dw(dy, x, param.dtype) for dy, x in operands]))
@@ -169,14 +189,16 @@ class _Grouped(torch.autograd.Function):
     def forward(ctx: Any, x_RK: Tensor, w_FK: Tensor, matmul: GroupedMatmul, rows: Groups) -> Tensor:
         # The parameter itself names its main_grad; what is saved comes back as another tensor after recomputation.
         ctx.matmul, ctx.rows, ctx.param = matmul, rows, w_FK
-        ctx.save_for_backward(x_RK, w_FK)
-        return grouped_product(x_RK, matmul.by_expert(w_FK), rows, matmul.gemm)
+        x = matmul.gemm.x(x_RK)
+        ctx.save_for_backward(*matmul.gemm.keep(x_RK, x, w_FK))
+        return grouped_product(x, matmul.by_expert(w_FK), rows, matmul.gemm)
 
     @staticmethod
     def backward(ctx: Any, dy_RN: Tensor) -> tuple[Tensor | None, ...]:
-        x_RK, w_FK = ctx.saved_tensors
-        matmul, rows, dy_RN = ctx.matmul, ctx.rows, dy_RN.contiguous()
+        matmul, rows = ctx.matmul, ctx.rows
+        x, w_FK = matmul.gemm.kept(ctx.saved_tensors)
+        dy, dy_of_dw = matmul.gemm.gathered(matmul.gemm.dy(dy_RN.contiguous()))
         needs_dx, w_ENK = ctx.needs_input_grad[0], matmul.by_expert(w_FK)
-        dx = grouped_input_grad(dy_RN, w_ENK, rows, matmul.gemm) if needs_dx else None
-        dw = matmul.wgrads.submit(ctx.param, partial(matmul.wgrad, ctx.param, dy_RN, x_RK, rows.counts))
+        dx = grouped_input_grad(dy, w_ENK, rows, matmul.gemm) if needs_dx else None
+        dw = matmul.wgrads.submit(ctx.param, partial(matmul.wgrad, ctx.param, dy_of_dw, x, rows.counts))
         return dx, None if dw is None else dw.wait(), None, None

@@ -31,9 +31,15 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from megatron3d.parallel.matmul_plan import Traffic
+from megatron3d.parallel.matmul_plan import MatmulPlan, Traffic
 from megatron3d.parallel.mesh import DATA, Axes, Sizes
 from megatron3d.parallel.modes.mode import ALLGATHER, DISPATCHERS, Mode
+
+
+def expert_plan(expands: bool, etensor: Axes) -> MatmulPlan:
+    """Return the plan of fc1 or fc2 of an expert's rows, where axes of more than one rank split each expert."""
+    return MatmulPlan(n=etensor) if expands else MatmulPlan(k=etensor, y=dict.fromkeys(etensor))
+
 
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
 SEQUENCE, GLOBAL, MICROBATCH, Z_LOSS = "seq_aux_loss", "global_aux_loss", "aux_loss", "z_loss"

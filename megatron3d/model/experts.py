@@ -29,6 +29,7 @@ from megatron3d.experts.plan import (
     Balance,
     Experts,
     capacity_of,
+    expert_plan,
     padded_rows,
     sharing_axes,
 )
@@ -44,6 +45,7 @@ from megatron3d.experts.router import (
     z_terms,
 )
 from megatron3d.experts.rows import Groups, padded_to
+from megatron3d.linear.fp8_rows import Fp8RowsGemm
 from megatron3d.model.linear_spec import SHARED_FC1, SHARED_FC2
 from megatron3d.model.microbatch import Pass
 from megatron3d.model.modules import ACTIVATIONS, MLP, Build
@@ -55,14 +57,15 @@ from megatron3d.ops.relayout import TokenRelayout
 class ExpertLinear(nn.Module):
     """Linear of all experts of this rank: rows [R, K], sorted by expert, to [R, N]."""
 
-    def __init__(self, name: str, num_experts: int, build: Build) -> None:
+    def __init__(self, name: str, num_experts: int, build: Build, *, expands: bool) -> None:
         super().__init__()
+        plan = expert_plan(expands, build.live(build.mode.etensor))
         self.weight = build.param(f"{name}.weight")
         self.bias = build.optional(f"{name}.bias")
         copies = [] if self.bias is None else set(build.mode.etensor) - build.specs[f"{name}.bias"].axes
         # Of the ranks whose partial outputs are summed the first one adds the bias.
         self.adds_bias = not any(build.comm.mesh.coord(axis) for axis in copies)
-        self.matmul = GroupedMatmul(num_experts, build.main_grads, build.wgrads, build.gemm)
+        self.matmul = GroupedMatmul(num_experts, build.main_grads, build.wgrads, build.gemm_of(name, plan, Fp8RowsGemm))
 
     def forward(self, x_RK: Tensor, rows: Groups, weights_R: Tensor | None = None) -> Tensor:
         """Return the outputs; `weights_R` are the weights that the rows have already, and the biases not yet."""
@@ -105,8 +108,8 @@ class ExpertMLP(nn.Module):
     def __init__(self, name: str, num_experts: int, build: Build) -> None:
         super().__init__()
         self.activation = ACTIVATIONS[build.arch.activation]
-        self.fc1 = ExpertLinear(f"{name}.fc1", num_experts, build)
-        self.fc2 = ExpertLinear(f"{name}.fc2", num_experts, build)
+        self.fc1 = ExpertLinear(f"{name}.fc1", num_experts, build, expands=True)
+        self.fc2 = ExpertLinear(f"{name}.fc2", num_experts, build, expands=False)
         self.recomputes_activation = build.recompute.recomputes(MOE_ACT, (MOE,))
         self.applies_probs_on_input = build.arch.experts is not None and build.arch.experts.applies_probs_on_input
 

@@ -30,6 +30,7 @@ from megatron3d.parallel.modes.mode import Mode
 
 QKV, PROJ, FC1, FC2 = ("attention.qkv", "attention.proj", "mlp.fc1", "mlp.fc2")
 SHARED_FC1, SHARED_FC2 = "mlp.shared_experts.fc1", "mlp.shared_experts.fc2"
+EXPERT_LINEARS = ("mlp.experts.fc1", "mlp.experts.fc2")
 MTP_LINEARS = ("hidden_proj", "embedding_proj")
 DOWN, Q_UP, KV_UP, GATE = ("attention.down", "attention.q_up", "attention.kv_up", "attention.gate_proj")
 
@@ -98,6 +99,14 @@ def shared_linears(arch: Architecture) -> dict[str, LinearSize]:
     ffn = 0 if arch.experts is None else arch.experts.shared_ffn_hidden_size
     sizes = linear_sizes(arch.hidden_size, ffn, 1, 1, arch.activation in GATED)
     return {SHARED_FC1: sizes[FC1], SHARED_FC2: sizes[FC2]} if ffn else {}
+
+
+def expert_linears(arch: Architecture) -> dict[str, LinearSize]:
+    """Return the linears of one routed expert by their path in a layer with experts; none where there are none."""
+    if arch.experts is None:
+        return {}
+    sizes = linear_sizes(arch.hidden_size, arch.experts.ffn_hidden_size, 1, 1, arch.activation in GATED)
+    return dict(zip(EXPERT_LINEARS, (sizes[FC1], sizes[FC2]), strict=True))
 
 
 def linears_of_layer(arch: Architecture, has_experts: bool) -> dict[str, LinearSize]:

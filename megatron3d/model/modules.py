@@ -77,9 +77,9 @@ class Build:
         """Return the plan without axes of size 1."""
         return plan.on(self.comm.mesh)
 
-    def gemm_of(self, path: str, plan: MatmulPlan) -> Gemm:
+    def gemm_of(self, path: str, plan: MatmulPlan, fp8_gemm: type[Fp8Gemm] = Fp8Gemm) -> Gemm:
         """Return the recipe of a linear by its path in the module tree."""
-        return Fp8Gemm(self.fp8, plan, self.comm) if self.fp8 is not None and self.fp8.takes(path) else self.gemm
+        return fp8_gemm(self.fp8, plan, self.comm) if self.fp8 is not None and self.fp8.takes(path) else self.gemm
 
     def live(self, axes: Axes) -> Axes:
         """Return the axes of more than one rank."""

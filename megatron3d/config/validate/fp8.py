@@ -9,9 +9,17 @@ from megatron3d.attention.context.plan import DOCUMENTS
 from megatron3d.config.read import one_of
 from megatron3d.config.validate.facts import Facts, plain
 from megatron3d.config.yaml_origins import show
+from megatron3d.experts.plan import expert_plan
 from megatron3d.linear.fp8_plan import RECIPES, Fp8
-from megatron3d.model.linear_spec import MTP_LINEARS, LinearSize, linears_of_layer, mtp_linears
-from megatron3d.model.spec import LAYERNORM, MLP_ACT, MOE_ACT, has_experts
+from megatron3d.model.linear_spec import (
+    EXPERT_LINEARS,
+    MTP_LINEARS,
+    LinearSize,
+    expert_linears,
+    linears_of_layer,
+    mtp_linears,
+)
+from megatron3d.model.spec import LAYERNORM, MLP_ACT, MOE_ACT, Architecture, has_experts
 from megatron3d.parallel.mesh import Axes, Mesh
 from megatron3d.parallel.modes.mode import Mode
 
@@ -57,15 +65,11 @@ def block_problems(facts: Facts, mode: Mode) -> Iterator[str]:
 
 
 def _linears(facts: Facts) -> dict[str, LinearSize]:
-    """Return the linears of the model by their path, and those of modules of multi-token prediction."""
+    """Return the linears of the model by their path, those of experts and of multi-token prediction included."""
     arch = facts.arch
     layers = range(arch.num_layers)
-    found = {
-        f"layers.{layer}.{name}": size
-        for layer in layers
-        for name, size in linears_of_layer(arch, has_experts(arch, layer)).items()
-    }
-    ahead = {**mtp_linears(arch), **linears_of_layer(arch, has_experts(arch, arch.num_layers - 1))}
+    found = {f"layers.{layer}.{name}": size for layer in layers for name, size in _linears_of(arch, layer).items()}
+    ahead = {**mtp_linears(arch), **_linears_of(arch, arch.num_layers - 1)}
     for depth in range(arch.mtp_num_layers):
         found |= {
             f"mtp.{depth}.{name if name in MTP_LINEARS else f'layer.{name}'}": size for name, size in ahead.items()
@@ -73,8 +77,16 @@ def _linears(facts: Facts) -> dict[str, LinearSize]:
     return found
 
 
+def _linears_of(arch: Architecture, layer: int) -> dict[str, LinearSize]:
+    chosen = has_experts(arch, layer)
+    return linears_of_layer(arch, chosen) | (expert_linears(arch) if chosen else {})
+
+
 def _linear_problems(facts: Facts, fp8: Fp8, mode: Mode, name: str, size: LinearSize) -> Iterator[str]:
     plan, mesh, block = size.plan(mode), Mesh(mode.axes), fp8.recipe.block or 1
+    if name.removeprefix("layer.") in EXPERT_LINEARS:
+        etensor = facts.config.parallel.expert_tensor_parallel_size
+        plan, mesh = expert_plan(size.expands, ("etensor",)), Mesh((("etensor", etensor),))
     outputs = _ranks((*plan.w_layout[0], *plan.y_layout[1]), mesh)
     inputs = _ranks((*plan.w_layout[1], *plan.x_layout[1]), mesh)
     for what, features, ranks in [

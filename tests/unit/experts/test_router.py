@@ -148,18 +148,22 @@ def test_weight_gradients_accumulate_in_main_grad() -> None:
 
 
 class Shapes(Gemm):
-    """Native GEMM that notes how many rows each operand has."""
+    """Native GEMM that notes how many rows each product has."""
 
     def __init__(self) -> None:
         self.rows: set[int] = set()
 
-    def x(self, x_MK: Tensor) -> Operand:
-        self.rows.add(len(x_MK))
-        return super().x(x_MK)
+    def y(self, x: Operand, w: Operand, bias_N: Tensor | None = None, into_MN: Tensor | None = None) -> Tensor:
+        self.rows.add(len(x.data))
+        return super().y(x, w, bias_N, into_MN)
 
-    def dy(self, dy_MN: Tensor) -> Operand:
-        self.rows.add(len(dy_MN))
-        return super().dy(dy_MN)
+    def dx(self, dy: Operand, w: Operand, into_MK: Tensor | None = None) -> Tensor:
+        self.rows.add(len(dy.data))
+        return super().dx(dy, w, into_MK)
+
+    def dw(self, dy: Operand, x: Operand, dtype: torch.dtype) -> Tensor:
+        self.rows |= {len(dy.data), len(x.data)}
+        return super().dw(dy, x, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -184,5 +188,5 @@ def test_onednn_compiles_few_kernels_for_many_numbers_of_rows(dtype: torch.dtype
 def test_rows_are_multiplied_by_the_weight_of_their_expert() -> None:
     x, w, rows = torch.randn(7, 8), torch.randn(3, 16, 8), groups([0, 5, 2])
     y = torch.cat([x[:5] @ w[1].T, x[5:] @ w[2].T])
-    torch.testing.assert_close(grouped_product(x, w, rows), y)
-    torch.testing.assert_close(grouped_input_grad(y, w, rows), torch.cat([y[:5] @ w[1], y[5:] @ w[2]]))
+    torch.testing.assert_close(grouped_product(Operand(x), w, rows), y)
+    torch.testing.assert_close(grouped_input_grad(Operand(y), w, rows), torch.cat([y[:5] @ w[1], y[5:] @ w[2]]))

@@ -1,0 +1,55 @@
+"""GEMMs of experts with fp8 operands: each row of a token is quantized on its own.
+
+Which rows an expert has on a rank depends on the layout, since data-parallel ranks may share experts; a row and an
+expert's matrix do not.  So these are quantized, and no scale is that of several rows:
+
+    Y  = X W^T    X in fp8, rows in the recipe's blocks along K; tensorwise: a scale per row
+    dX = dY W     dY in fp8, likewise along N;  W of each expert in its blocks, tensorwise one scale per expert
+    dW = dY^T X   in the network's dtype: dY as it is, and X restored from the rows of fp8 that forward has kept
+
+Blocks of dW would run along rows.  Letters: R rows, K input features, N output features; F of all experts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron3d.linear.fp8 import Fp8Gemm, dequantized
+from megatron3d.linear.fp8_plan import Blocks
+from megatron3d.linear.gemm import NATIVE, Form, Kept, Operand
+
+
+class Fp8RowsGemm(Fp8Gemm):
+    """GEMM of experts' rows with fp8 operands; `w` takes the matrix of one expert."""
+
+    @property
+    def row_blocks(self) -> Blocks:
+        """Return the blocks of X and dY."""
+        return Blocks(1, self.recipe.x.summed)
+
+    def x(self, x_MK: Tensor) -> Operand:
+        return self._quantized(x_MK, self.row_blocks, self.format, self.plan.x_layout)
+
+    def dy(self, dy_MN: Tensor) -> Operand:
+        return Operand(dy_MN)
+
+    def gathered(self, dy: Operand) -> tuple[Operand, Operand]:
+        return self._quantized(dy.data, self.row_blocks, self.dy_format, (self.plan.m, self.plan.n)), dy
+
+    def keep(self, x_MK: Tensor, x: Operand, w_NK: Tensor) -> Kept:
+        return x.data, x.scales, w_NK
+
+    def kept(self, saved: Kept) -> tuple[Operand, Tensor]:
+        data_RK, scales, w_FK = saved
+        assert data_RK is not None and w_FK is not None, "both are kept"
+        return Operand(data_RK, scales, Form(*self.row_blocks, w_FK.dtype)), w_FK
+
+    def dw(self, dy: Operand, x: Operand, dtype: torch.dtype) -> Tensor:
+        return NATIVE.dw(dy, self._restored(x, dy), dtype)
+
+    def dw_into(self, main_grad_NK: Tensor, dy: Operand, x: Operand, holds_gradient: bool) -> None:
+        NATIVE.dw_into(main_grad_NK, dy, self._restored(x, dy), holds_gradient)
+
+    def _restored(self, x: Operand, dy: Operand) -> Operand:
+        return Operand(dequantized(x).to(dy.dtype))

@@ -1,0 +1,88 @@
+"""Fact: experts that multiply in fp8 compute the numbers of one process in every layout, in float64.
+
+Blocks are smaller than a recipe's, so that a small model has several of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+from megatron3d.config.schema import Config
+from megatron3d.config.validate.rules import check
+from megatron3d.linear.fp8_plan import RECIPES, Blocks
+from megatron3d.parallel.modes.mode import ALLGATHER, ALLTOALL
+from megatron3d.verify.layouts import StepTrace, differences
+from tests.support.equality import MODELS, TOLERANCE, VOCAB_SIZE, configure, run_trace
+from tests.support.turn_ranks import run_turns
+
+BLOCK = 8
+SIZES = {
+    "hidden_size": 64,
+    "ffn_hidden_size": 64,
+    "moe_ffn_hidden_size": 16,
+    "moe_shared_expert_intermediate_size": 32,
+    "num_layers": 2,
+}
+MODEL = {**MODELS["experts, shared experts, losses of routers"], **SIZES}
+SEQUENCES = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+# Keys of the layout, and the number of ranks.
+LAYOUTS: Mapping[str, tuple[dict[str, Any], int]] = {
+    "data, alltoall": ({"expert_model_parallel_size": 2, "moe_token_dispatcher_type": ALLTOALL, "zero_stage": 3}, 2),
+    "data, allgather": ({"expert_model_parallel_size": 2, "moe_token_dispatcher_type": ALLGATHER, "zero_stage": 1}, 2),
+    "split": ({"expert_tensor_parallel_size": 2, "zero_stage": 1}, 2),
+    "split and folded": (
+        {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2, **SEQUENCES, "zero_stage": 3},
+        8,
+    ),
+    "pipeline": (
+        {"expert_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-h1"},
+        4,
+    ),
+    "pieces": (
+        {
+            "expert_model_parallel_size": 2,
+            "expert_tensor_parallel_size": 2,
+            "zero_stage": 2,
+            "moe_token_dispatcher_type": ALLTOALL,
+        },
+        8,
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, recipe in RECIPES.items():
+        monkeypatch.setitem(RECIPES, name, replace(recipe, x=smaller(recipe.x), w=smaller(recipe.w)))
+
+
+def smaller(blocks: Blocks) -> Blocks:
+    return Blocks(*(size if size in (None, 1) else BLOCK for size in blocks))
+
+
+def fp8_config(model: Mapping[str, Any], recipe: str, parallel: Mapping[str, Any], **train: Any) -> Config:
+    return configure(model, parallel, fp8="hybrid", fp8_recipe=recipe, global_batch_size=8, **train)
+
+
+@cache
+def one_process(recipe: str, micro: int) -> StepTrace:
+    """Return the trace of one process with the same microbatches, whose tensors are quantized whole by some recipes."""
+    found = run_trace(0, 1, fp8_config(MODEL, recipe, {}, micro_batch_size=micro))
+    assert found is not None, "one process is rank 0"
+    return found
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_experts_in_fp8_equal_one_process(name: str, recipe: str) -> None:
+    parallel, num_ranks = LAYOUTS[name]
+    micro = 1 if num_ranks == 8 and "sequence_parallel" not in parallel else 2
+    config = fp8_config(MODEL, recipe, parallel, micro_batch_size=micro)
+    assert check(config, num_ranks, VOCAB_SIZE) == []
+    got = run_turns(run_trace, num_ranks, config, 2)[0]
+    assert list(differences(one_process(recipe, micro), got, TOLERANCE)) == []
