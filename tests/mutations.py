@@ -692,9 +692,9 @@ MUTATIONS = [
         "weights of choices are waited for behind the tokens, which nothing hides then",
         "experts/dispatch.py",
         """        self._weights_MK = gather_rows(routes.weights_MK, axes, comm)
-        self._tokens = Pending(start(x_MH, gathering(axes, comm))) if axes else completed(x_MH)
+        self._tokens = Pending(start(tokens, gathering(axes, comm))) if axes else completed(tokens)
 """,
-        """        self._tokens = Pending(start(x_MH, gathering(axes, comm))) if axes else completed(x_MH)
+        """        self._tokens = Pending(start(tokens, gathering(axes, comm))) if axes else completed(tokens)
         self._weights_MK = gather_rows(routes.weights_MK, axes, comm)
 """,
         EXPERT_EXCHANGE,
@@ -751,8 +751,8 @@ MUTATIONS = [
     Mutation(
         "weights of split experts without gradients from other ranks",
         "experts/dispatch.py",
-        "weights_MK = gather_rows(routes.weights_MK, axes, comm)\n    return",
-        "weights_MK = gather_rows(routes.weights_MK.detach(), axes, comm)\n    return",
+        "    weights_MK = gather_rows(routes.weights_MK, axes, comm)\n    tokens",
+        "    weights_MK = gather_rows(routes.weights_MK.detach(), axes, comm)\n    tokens",
         EXPERTS,
     ),
     Mutation(
@@ -765,14 +765,14 @@ MUTATIONS = [
     Mutation(
         "rows of experts in the order of the ranks that sent them",
         "experts/dispatch.py",
-        "x_RH = self._by_expert(self._rows())",
-        "x_RH = self._rows()",
+        "rows = self._by_expert(self._rows())",
+        "rows = self._rows()",
         EXPERT_EXCHANGE,
     ),
     Mutation(
         "outputs return in the order of experts, not of ranks",
         "experts/dispatch.py",
-        "moved(self._by_rank(y_RH), self._move.reversed())",
+        "moved(self._by_rank(Rows(y_RH)).values, self._move.reversed())",
         "moved(y_RH, self._move.reversed())",
         EXPERT_EXCHANGE,
     ),
@@ -845,6 +845,20 @@ MUTATIONS = [
         "rows.scales.split(list(counts))",
         "[rows.scales[:count] for count in counts]",
         FP8_ROWS,
+    ),
+    Mutation(
+        "tokens that are sent in fp8 are multiplied by the scales of the first token",
+        "linear/fp8_rows.py",
+        "packed_MC[:, num_features:].contiguous()",
+        "packed_MC[:1, num_features:].repeat(len(packed_MC), 1)",
+        EXPERT_EXCHANGE,
+    ),
+    Mutation(
+        "tokens in fp8 are predicted to be sent without their scales",
+        "linear/fp8_plan.py",
+        "return num_features + num_features //",
+        "return num_features + 0 * num_features //",
+        EXPERT_EXCHANGE,
     ),
     Mutation(
         "a row of an expert has the scale of all",

@@ -8,6 +8,7 @@ A move of rows is two operations of autograd, `start` and `finish`.  In backward
 gradients and `start` waits for it: autograd runs the backward of what was computed later first, so that what lies
 between the two overlaps with both collectives.
 
+Rows may be sent as bytes in fp8 (`Gemm.packed`); their gradients and the outputs are sent in the network's dtype.
 Bytes in closed form and sources: `experts/plan.py`.  Letters: M tokens, H hidden, K experts of a token, R rows,
 E experts.
 """
@@ -27,6 +28,7 @@ from megatron3d.experts.rows import (
     Groups,
     RowCounts,
     RowOrder,
+    Rows,
     add_rows,
     by_expert,
     groups_of,
@@ -78,38 +80,40 @@ class _Flight:
 
 class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, flight: _Flight) -> Tensor:
+    def forward(ctx: Any, x: Tensor, packed: Tensor | None, flight: _Flight) -> Tensor:
         ctx.flight = flight
-        flight.start(flight.move.there(x.contiguous()))
-        return x.new_empty(0)
+        flight.start(flight.move.there((x if packed is None else packed).contiguous()))
+        return x.new_empty((0, *x.shape[1:]))
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
-        return ctx.flight.land(), None
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.flight.land(), None, None
 
 
 class _Finish(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, started: Tensor, flight: _Flight) -> Tensor:
+    def forward(ctx: Any, started: Tensor, flight: _Flight, is_packed: bool) -> Rows:
         ctx.flight = flight
-        return flight.land()
+        ctx.set_materialize_grads(not is_packed)
+        landed = flight.land()
+        return Rows.of_packed(landed, started) if is_packed else Rows(landed)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, dy: Tensor, _: None) -> tuple[Tensor | None, ...]:
         ctx.flight.start(ctx.flight.move.back(dy.contiguous()))
-        return dy.new_empty(0), None
+        return dy.new_empty((0, *dy.shape[1:])), None, None
 
 
-def start(x: Tensor, move: RowMove) -> Callable[[], Tensor]:
+def start(rows: Rows, move: RowMove) -> Callable[[], Rows]:
     """Start to move rows, and return what waits for them."""
-    flight = _Flight(move)
-    started = _Start.apply(x, flight)
-    return lambda: _Finish.apply(started, flight)
+    flight, is_packed = _Flight(move), rows.packed is not None
+    started = _Start.apply(*rows, flight)
+    return lambda: Rows(*_Finish.apply(started, flight, is_packed))  # which keeps no row that was sent
 
 
 def moved(x: Tensor, move: RowMove) -> Tensor:
     """Return the rows that this rank has after a move."""
-    return start(x, move)()
+    return start(Rows(x), move)().values
 
 
 def gather_rows(x: Tensor, axes: Axes, comm: Comm) -> Tensor:
@@ -138,7 +142,7 @@ class ExpertRanks:
 class Dispatched(Protocol):
     """Tokens on their way to the experts and back."""
 
-    def rows(self) -> tuple[Tensor, Tensor, Groups]:
+    def rows(self) -> tuple[Rows, Tensor, Groups]:
         """Return the rows [R, H] of this rank's experts, their weights [R], and how many each expert has."""
         ...
 
@@ -150,7 +154,7 @@ class Dispatched(Protocol):
 class GatheredTokens:
     """Tokens, choices and weights of all ranks on each, which adds the outputs of its own experts."""
 
-    def __init__(self, x_MH: Tensor, routes: Routes, ranks: ExpertRanks, once: Once) -> None:
+    def __init__(self, tokens: Rows, routes: Routes, ranks: ExpertRanks, once: Once) -> None:
         axes, comm = ranks.axes, ranks.comm
         self._axes, self._comm = axes, comm
         chosen_MK = comm.all_gather(routes.experts_MK, axes, 0).wait() if axes else routes.experts_MK
@@ -159,9 +163,9 @@ class GatheredTokens:
         self._counts = once(lambda: RowCounts(self._order.counts_E, even))
         # Collectives of one group run in the order of their calls: what is waited for at once goes before the tokens.
         self._weights_MK = gather_rows(routes.weights_MK, axes, comm)
-        self._tokens = Pending(start(x_MH, gathering(axes, comm))) if axes else completed(x_MH)
+        self._tokens = Pending(start(tokens, gathering(axes, comm))) if axes else completed(tokens)
 
-    def rows(self) -> tuple[Tensor, Tensor, Groups]:
+    def rows(self) -> tuple[Rows, Tensor, Groups]:
         counts = self._counts.on_host
         weights_R = take_weights(self._weights_MK, self._order, sum(counts))
         groups = groups_of(counts, self._order.counts_E)
@@ -177,27 +181,27 @@ class ExchangedRows:
     The host needs the numbers of rows; they are on their way to it while the device takes the rows.
     """
 
-    def __init__(self, x_MH: Tensor, routes: Routes, ranks: ExpertRanks, once: Once) -> None:
+    def __init__(self, tokens: Rows, routes: Routes, ranks: ExpertRanks, once: Once) -> None:
         self._order = RowOrder(routes.experts_MK, ranks.num_experts)
         counts = once(lambda: _exchanged_counts(self._order, routes, ranks))
-        slots_SH = take_tokens(x_MH, self._order, self._order.num_slots)
+        slots = take_tokens(tokens, self._order, self._order.num_slots)
         weights_S = take_weights(routes.weights_MK, self._order, self._order.num_slots)
         sent, received = counts.on_host[: ranks.num_ranks], counts.on_host[ranks.num_ranks :]
         size = ranks.num_local
         arrived = [sum(received[place : place + size]) for place in range(0, len(received), size)]
         self._move = exchanging(sent, arrived, ranks.axes, ranks.comm)
-        self._weights = start(weights_S[: sum(sent)].unsqueeze(1), self._move)
-        self._rows = start(slots_SH[: sum(sent)], self._move)
+        self._weights = start(Rows(weights_S[: sum(sent)].unsqueeze(1)), self._move)
+        self._rows = start(slots.first(sum(sent)), self._move)
         counts_CE = counts.numbers[ranks.num_ranks :].view(-1, size)
         self._groups = groups_of([sum(received[expert::size]) for expert in range(size)], counts_CE.sum(0))
         self._by_expert, self._by_rank = by_expert(counts_CE, sum(arrived))
 
-    def rows(self) -> tuple[Tensor, Tensor, Groups]:
-        x_RH = self._by_expert(self._rows())
-        return x_RH, self._by_expert(self._weights()).squeeze(1), self._groups
+    def rows(self) -> tuple[Rows, Tensor, Groups]:
+        rows = self._by_expert(self._rows())
+        return rows, self._by_expert(self._weights()).values.squeeze(1), self._groups
 
     def combine(self, y_RH: Tensor) -> Tensor:
-        return add_rows(moved(self._by_rank(y_RH), self._move.reversed()), self._order)
+        return add_rows(moved(self._by_rank(Rows(y_RH)).values, self._move.reversed()), self._order)
 
 
 def _exchanged_counts(order: RowOrder, routes: Routes, ranks: ExpertRanks) -> RowCounts:
@@ -209,18 +213,19 @@ def _exchanged_counts(order: RowOrder, routes: Routes, ranks: ExpertRanks) -> Ro
     return RowCounts(torch.cat((there_CE.sum(1), here_CE.flatten())), even)
 
 
-def gather_tokens(x_MH: Tensor, routes: Routes, axes: Axes, comm: Comm) -> tuple[Tensor, Routes]:
+def gather_tokens(tokens: Rows, routes: Routes, axes: Axes, comm: Comm) -> tuple[Rows, Routes]:
     """Return the tokens and their routes of all ranks of `axes`, which each hold a shard of the same experts.
 
     Their outputs are partial sums, to be reduce-scattered over `axes`.
     """
     if not axes:
-        return x_MH, routes
+        return tokens, routes
     chosen_MK = comm.all_gather(routes.experts_MK, axes, 0).wait()
     weights_MK = gather_rows(routes.weights_MK, axes, comm)
-    return gather_rows(x_MH, axes, comm), routes._replace(experts_MK=chosen_MK, weights_MK=weights_MK)
+    tokens = start(tokens, gathering(axes, comm))()
+    return tokens, routes._replace(experts_MK=chosen_MK, weights_MK=weights_MK)
 
 
-Dispatch = Callable[[Tensor, Routes, ExpertRanks, Once], Dispatched]
+Dispatch = Callable[[Rows, Routes, ExpertRanks, Once], Dispatched]
 # Start to send the tokens [M, H] of this rank to the experts that were chosen for them.
 DISPATCH: Mapping[str, Dispatch] = {ALLGATHER: GatheredTokens, ALLTOALL: ExchangedRows}

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron3d.comm.interface import Pending, completed
-from megatron3d.experts.rows import Groups, ranges
+from megatron3d.experts.rows import Groups, Rows, ranges
 from megatron3d.linear.gemm import NATIVE, Gemm, Operand, is_compiled_by_shape
 from megatron3d.linear.main_grad import MainGrads, WgradQueue
 from megatron3d.linear.overlap_plan import Direction
@@ -162,10 +162,10 @@ class GroupedMatmul:
         self.num_experts, self.main_grads, self.gemm = num_experts, main_grads, gemm
         self.wgrads = wgrads or WgradQueue(main_grads)
 
-    def __call__(self, x_RK: Tensor, w_FK: Tensor, rows: Groups) -> Tensor:
-        """Return Y [R, N] for weights [E N, K] and the rows of each expert."""
+    def __call__(self, x: Rows, w_FK: Tensor, rows: Groups) -> Tensor:
+        """Return Y [R, N] for rows X [R, K], weights [E N, K] and the rows of each expert."""
         assert len(rows.counts) == self.num_experts, f"{len(rows.counts)} counts for {self.num_experts} experts"
-        y_RN: Tensor = _Grouped.apply(x_RK, w_FK, self, rows)
+        y_RN: Tensor = _Grouped.apply(*x, w_FK, self, rows)
         return y_RN
 
     def by_expert(self, w_FK: Tensor) -> Tensor:
@@ -186,10 +186,12 @@ class GroupedMatmul:
 
 class _Grouped(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_RK: Tensor, w_FK: Tensor, matmul: GroupedMatmul, rows: Groups) -> Tensor:
+    def forward(
+        ctx: Any, x_RK: Tensor, packed_RC: Tensor | None, w_FK: Tensor, matmul: GroupedMatmul, rows: Groups
+    ) -> Tensor:
         # The parameter itself names its main_grad; what is saved comes back as another tensor after recomputation.
         ctx.matmul, ctx.rows, ctx.param = matmul, rows, w_FK
-        x = matmul.gemm.x(x_RK)
+        x = matmul.gemm.x(x_RK) if packed_RC is None else matmul.gemm.unpacked(packed_RC, x_RK)
         ctx.save_for_backward(*matmul.gemm.keep(x_RK, x, w_FK))
         return grouped_product(x, matmul.by_expert(w_FK), rows, matmul.gemm)
 
@@ -201,4 +203,4 @@ class _Grouped(torch.autograd.Function):
         needs_dx, w_ENK = ctx.needs_input_grad[0], matmul.by_expert(w_FK)
         dx = grouped_input_grad(dy, w_ENK, rows, matmul.gemm) if needs_dx else None
         dw = matmul.wgrads.submit(ctx.param, partial(matmul.wgrad, ctx.param, dy_of_dw, x, rows.counts))
-        return dx, None if dw is None else dw.wait(), None, None
+        return dx, None, None if dw is None else dw.wait(), None, None

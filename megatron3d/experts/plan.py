@@ -21,6 +21,7 @@ So the ranks of an expert group are neighbours (parallel folding, Liu et al. 202
 
 `allgather` all-gathers tokens, choices (8 bytes each) and weights, and reduce-scatters outputs; `alltoall` sends a row
 for each choice, and its weight, to the rank of its expert and its output back, and its number of rows for each expert.
+Tokens whose experts multiply in fp8 are sent so, as h bytes and scales; all else is sent in the network's dtype.
 """
 
 from __future__ import annotations
@@ -171,6 +172,7 @@ class DispatchSizes:
     Attributes:
         itemsize: bytes of an element of a token.
         wide: bytes of the weight of a choice.
+        packed: bytes of a token that is sent to the experts in fp8 (`packed_bytes`); None: it is sent as it is.
     """
 
     tokens: int
@@ -179,6 +181,17 @@ class DispatchSizes:
     num_experts: int
     itemsize: int
     wide: int
+    packed: int | None = None
+
+    @property
+    def row(self) -> int:
+        """Bytes of a token, of an output, or of a gradient of either."""
+        return self.hidden * self.itemsize
+
+    @property
+    def sent_row(self) -> int:
+        """Bytes of a token on its way to the experts."""
+        return self.row if self.packed is None else self.packed
 
 
 def balanced(total: int, parts: int) -> list[int]:
@@ -215,14 +228,13 @@ def forward_traffic(
         rows: of `alltoall`; those of any load, or `balanced_exchange`.
         again: the pass is recomputed, with the numbers of rows that forward has kept.
     """
-    whole, slots = sizes.tokens * sizes.hidden * sizes.itemsize, sizes.tokens * sizes.topk
+    slots, tokens = sizes.tokens * sizes.topk, sizes.tokens
     if dispatcher == ALLGATHER:
-        gathered = [(num_ranks - 1) * each for each in (slots * _INDEX_BYTES, slots * sizes.wide, whole)]
-        calls = [Traffic("all_gather", axes, each) for each in gathered]
-        return [*calls, Traffic("reduce_scatter", axes, gathered[-1])]
+        gathered = slots * _INDEX_BYTES, slots * sizes.wide, tokens * sizes.sent_row
+        calls = [Traffic("all_gather", axes, (num_ranks - 1) * each) for each in gathered]
+        return [*calls, Traffic("reduce_scatter", axes, (num_ranks - 1) * tokens * sizes.row)]
     counts = sizes.num_experts * _INDEX_BYTES * (num_ranks - 1) / num_ranks
-    row = sizes.hidden * sizes.itemsize
-    sent = [counts, rows.there * sizes.wide, rows.there * row, rows.back * row]
+    sent = [counts, rows.there * sizes.wide, rows.there * sizes.sent_row, rows.back * sizes.row]
     calls = [Traffic("all_to_all", axes, each) for each in sent]
     return calls[1:] if again else calls
 
@@ -231,11 +243,11 @@ def backward_traffic(
     dispatcher: str, axes: Axes, sizes: DispatchSizes, num_ranks: int, rows: RowsSent
 ) -> list[Traffic]:
     """Return the collectives of a backward pass, in order, with the bytes that this rank sends."""
-    whole, weights = sizes.tokens * sizes.hidden * sizes.itemsize, sizes.tokens * sizes.topk * sizes.wide
+    whole, weights = sizes.tokens * sizes.row, sizes.tokens * sizes.topk * sizes.wide
     if dispatcher == ALLGATHER:
         sent = [(num_ranks - 1) * each for each in (whole, whole, weights)]
         return [Traffic("all_gather", axes, sent[0])] + [Traffic("reduce_scatter", axes, each) for each in sent[1:]]
-    row = sizes.hidden * sizes.itemsize
+    row = sizes.row
     return [Traffic("all_to_all", axes, each) for each in (rows.there * row, rows.back * sizes.wide, rows.back * row)]
 
 

@@ -83,19 +83,47 @@ class RowCounts:
         return [int(number) for number in (self.numbers if self._host is None else self._host).tolist()]
 
 
+class Rows(NamedTuple):
+    """Rows [R, H] of tokens on their way to experts.
+
+    Attributes:
+        values: the rows; where `packed` stands for them, what autograd takes for them, without memory.
+        packed: bytes [R, C] that are sent in their place (`Gemm.packed`); None: there are none.
+    """
+
+    values: Tensor
+    packed: Tensor | None = None
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> Rows:
+        """Return the rows after a move that is the same for rows of any kind."""
+        if self.packed is None:
+            return Rows(move(self.values))
+        return Rows.of_packed(move(self.packed), self.values)
+
+    def first(self, count: int) -> Rows:
+        """Return the first rows."""
+        return Rows(self.values[:count], None if self.packed is None else self.packed[:count])
+
+    @staticmethod
+    def of_packed(packed_RC: Tensor, like: Tensor) -> Rows:
+        """Return packed rows of the width and dtype of others."""
+        return Rows(like.new_empty((1, 1)).expand(len(packed_RC), like.shape[1]), packed_RC)
+
+
 class _Reorder(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_RH: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
+    def forward(ctx: Any, x_RH: Tensor, packed_RC: Tensor | None, order_R: Tensor, inverse_R: Tensor) -> Rows:
+        ctx.set_materialize_grads(packed_RC is None)  # bytes have no gradient, and need no zeros for it
         ctx.save_for_backward(inverse_R)
-        return x_RH.index_select(0, order_R)
+        return Rows(x_RH, packed_RC).moved(lambda rows: rows.index_select(0, order_R))
 
     @staticmethod
-    def backward(ctx: Any, dy_RH: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, dy_RH: Tensor, _: None) -> tuple[Tensor | None, ...]:
         (inverse_R,) = ctx.saved_tensors
-        return dy_RH.index_select(0, inverse_R), None, None
+        return dy_RH.index_select(0, inverse_R), None, None, None
 
 
-def by_expert(counts_CE: Tensor, num_rows: int) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+def by_expert(counts_CE: Tensor, num_rows: int) -> tuple[Callable[[Rows], Rows], Callable[[Rows], Rows]]:
     """Return what orders rows that came from C ranks, each one's sorted by expert, by (expert, rank), and the inverse.
 
     Args:
@@ -104,13 +132,13 @@ def by_expert(counts_CE: Tensor, num_rows: int) -> tuple[Callable[[Tensor], Tens
     """
     num_ranks, num_experts = counts_CE.shape
     if num_experts == 1:
-        return lambda x_RH: x_RH, lambda x_RH: x_RH
+        return lambda rows: rows, lambda rows: rows
     experts = torch.arange(num_experts, device=counts_CE.device).repeat(num_ranks)
     order_R = experts.repeat_interleave(counts_CE.flatten(), output_size=num_rows).argsort(stable=True)
     inverse_R = inverse_of(order_R)
     return (
-        lambda x_RH: _Reorder.apply(x_RH, order_R, inverse_R),
-        lambda x_RH: _Reorder.apply(x_RH, inverse_R, order_R),
+        lambda rows: Rows(*_Reorder.apply(*rows, order_R, inverse_R)),
+        lambda rows: Rows(*_Reorder.apply(*rows, inverse_R, order_R)),
     )
 
 
@@ -129,15 +157,16 @@ def _add_rows(y_RH: Tensor, order_R: Tensor, num_tokens: int, topk: int) -> Tens
 
 class _TakeTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_MH: Tensor, order_R: Tensor, topk: int) -> Tensor:
+    def forward(ctx: Any, x_MH: Tensor, packed_MC: Tensor | None, order_R: Tensor, topk: int) -> Rows:
         ctx.num_tokens, ctx.topk = len(x_MH), topk
+        ctx.set_materialize_grads(packed_MC is None)
         ctx.save_for_backward(order_R)
-        return x_MH.index_select(0, order_R // topk)
+        return Rows(x_MH, packed_MC).moved(lambda rows: rows.index_select(0, order_R // topk))
 
     @staticmethod
-    def backward(ctx: Any, dy_RH: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, dy_RH: Tensor, _: None) -> tuple[Tensor | None, ...]:
         (order_R,) = ctx.saved_tensors
-        return _add_rows(dy_RH.contiguous(), order_R, ctx.num_tokens, ctx.topk), None, None
+        return _add_rows(dy_RH.contiguous(), order_R, ctx.num_tokens, ctx.topk), None, None, None
 
 
 class _TakeWeights(torch.autograd.Function):
@@ -166,10 +195,9 @@ class _AddRows(torch.autograd.Function):
         return dout_MH.index_select(0, order_R // ctx.topk), None, None, None
 
 
-def take_tokens(x_MH: Tensor, rows: RowOrder, num_rows: int) -> Tensor:
+def take_tokens(tokens: Rows, rows: RowOrder, num_rows: int) -> Rows:
     """Return the first rows [R, H] in the order of experts."""
-    y_RH: Tensor = _TakeTokens.apply(x_MH, rows.first(num_rows), rows.topk)
-    return y_RH
+    return Rows(*_TakeTokens.apply(*tokens, rows.first(num_rows), rows.topk))
 
 
 def take_weights(weights_MK: Tensor, rows: RowOrder, num_rows: int) -> Tensor:
@@ -198,14 +226,15 @@ class Groups(NamedTuple):
 
 class _Pad(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, place_R: Tensor, num_rows: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, packed_RC: Tensor | None, place_R: Tensor, num_rows: int) -> Rows:
+        ctx.set_materialize_grads(packed_RC is None)
         ctx.save_for_backward(place_R)
-        return x.new_zeros((num_rows, *x.shape[1:])).index_copy_(0, place_R, x)
+        return Rows(x, packed_RC).moved(lambda t: t.new_zeros((num_rows, *t.shape[1:])).index_copy_(0, place_R, t))
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, dy: Tensor, _: None) -> tuple[Tensor | None, ...]:
         (place_R,) = ctx.saved_tensors
-        return dy.index_select(0, place_R), None, None
+        return dy.index_select(0, place_R), None, None, None
 
 
 class _Unpad(torch.autograd.Function):
@@ -222,11 +251,11 @@ class _Unpad(torch.autograd.Function):
 
 
 # Rows, their weights, and how many each expert has.
-Weighted = tuple[Tensor, Tensor, Groups]
+Weighted = tuple[Rows, Tensor, Groups]
 
 
 def padded_to(
-    capacity: int | None, x_RH: Tensor, weights_R: Tensor, groups: Groups
+    capacity: int | None, rows: Rows, weights_R: Tensor, groups: Groups
 ) -> tuple[Weighted, Callable[[Tensor], Tensor]]:
     """Return the rows, with zeros of weight 0 after those of each expert up to `capacity`, and what leaves them out.
 
@@ -234,16 +263,16 @@ def padded_to(
         capacity: None: there are no such rows.
     """
     if capacity is None:
-        return (x_RH, weights_R, groups), lambda y: y
+        return (rows, weights_R, groups), lambda y: y
     ends_E = groups.ends_E.to(torch.int64)
     counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
-    first_E = torch.arange(len(groups.counts), device=x_RH.device) * capacity
-    shift_R = (first_E + counts_E - ends_E).repeat_interleave(counts_E, output_size=len(x_RH))
-    place_R = torch.arange(len(x_RH), device=x_RH.device) + shift_R
+    first_E = torch.arange(len(groups.counts), device=ends_E.device) * capacity
+    shift_R = (first_E + counts_E - ends_E).repeat_interleave(counts_E, output_size=len(weights_R))
+    place_R = torch.arange(len(weights_R), device=ends_E.device) + shift_R
     full = groups_of([capacity] * len(groups.counts), torch.full_like(ends_E, capacity))
     num_rows = sum(full.counts)
-    padded = _Pad.apply(x_RH, place_R, num_rows), _Pad.apply(weights_R, place_R, num_rows), full
-    return padded, lambda y: _Unpad.apply(y, place_R)
+    of_rows, of_weights = (Rows(*_Pad.apply(*each, place_R, num_rows)) for each in (rows, Rows(weights_R)))
+    return (of_rows, of_weights.values, full), lambda y: _Unpad.apply(y, place_R)
 
 
 def groups_of(counts: Sequence[int], counts_E: Tensor) -> Groups:

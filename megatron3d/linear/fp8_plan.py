@@ -113,6 +113,11 @@ class Fp8:
         return not is_wide and not any(fnmatchcase(path, pattern) for pattern in self.wide)
 
 
+def packed_bytes(recipe: Recipe, num_features: int) -> int:
+    """Return the bytes of a row that is sent as fp8 with its scales."""
+    return num_features + num_features // (recipe.block or num_features) * recipe.scale_bytes
+
+
 def reduced_axes(blocks: Blocks, layout: Layout, mesh: Mesh) -> Axes:
     """Return the axes over which the largest values of blocks are reduced: those of the dims that a block is all of."""
     return mesh.nontrivial(axis for size, axes in zip(blocks, layout, strict=True) if size is None for axis in axes)

@@ -7,7 +7,8 @@ expert's matrix do not.  So these are quantized, and no scale is that of several
     dX = dY W     dY in fp8, likewise along N;  W of each expert in its blocks, tensorwise one scale per expert
     dW = dY^T X   in the network's dtype: dY as it is, and X restored from the rows of fp8 that forward has kept
 
-Blocks of dW would run along rows.  Letters: R rows, K input features, N output features; F of all experts.
+Blocks of dW would run along rows.  X of fc1 is quantized where a token is at home, and sent to the ranks of its experts
+as bytes: the data of a row, then its scales.  Letters: R rows, K input features, N output features; F of all experts.
 """
 
 from __future__ import annotations
@@ -30,6 +31,17 @@ class Fp8RowsGemm(Fp8Gemm):
 
     def x(self, x_MK: Tensor) -> Operand:
         return self._quantized(x_MK, self.row_blocks, self.format, self.plan.x_layout)
+
+    def packed(self, x_MK: Tensor) -> Tensor:
+        x = self.x(x_MK)
+        assert x.scales is not None, "x is quantized"
+        return torch.cat((x.data.view(torch.uint8), x.scales.view(torch.uint8)), dim=1)
+
+    def unpacked(self, packed_MC: Tensor, x_MK: Tensor) -> Operand:
+        num_features = x_MK.shape[1]
+        data, scales = packed_MC[:, :num_features].contiguous(), packed_MC[:, num_features:].contiguous()
+        form = Form(*self.row_blocks, x_MK.dtype)
+        return Operand(data.view(self.format), scales.view(self.scale_dtype), form)
 
     def dy(self, dy_MN: Tensor) -> Operand:
         return Operand(dy_MN)

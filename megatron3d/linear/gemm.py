@@ -185,6 +185,14 @@ class Gemm:
         assert x_MK is not None and w_NK is not None, "both shards are kept"
         return Operand(x_MK), w_NK
 
+    def packed(self, x_MK: Tensor) -> Tensor | None:
+        """Return whole rows of X as bytes [M, C] that are sent in their place; None: they are sent as they are."""
+        return None
+
+    def unpacked(self, packed_MC: Tensor, x_MK: Tensor) -> Operand:
+        """Return rows that came as bytes as they are multiplied for Y; `x_MK` has their sizes and dtype alone."""
+        raise NotImplementedError("rows of this recipe are sent as they are")
+
     def y(self, x: Operand, w: Operand, bias_N: Tensor | None = None, into_MN: Tensor | None = None) -> Tensor:
         """Return Y = X W^T + bias [M, N], written into `into_MN` where that is given, without a bias."""
         if into_MN is None:

@@ -44,7 +44,7 @@ from megatron3d.experts.router import (
     with_loss,
     z_terms,
 )
-from megatron3d.experts.rows import Groups, padded_to
+from megatron3d.experts.rows import Groups, Rows, padded_to
 from megatron3d.linear.fp8_rows import Fp8RowsGemm
 from megatron3d.model.linear_spec import SHARED_FC1, SHARED_FC2
 from megatron3d.model.microbatch import Pass
@@ -55,7 +55,7 @@ from megatron3d.ops.relayout import TokenRelayout
 
 
 class ExpertLinear(nn.Module):
-    """Linear of all experts of this rank: rows [R, K], sorted by expert, to [R, N]."""
+    """Linear of all experts of this rank: rows X [R, K], sorted by expert, to [R, N]."""
 
     def __init__(self, name: str, num_experts: int, build: Build, *, expands: bool) -> None:
         super().__init__()
@@ -67,9 +67,9 @@ class ExpertLinear(nn.Module):
         self.adds_bias = not any(build.comm.mesh.coord(axis) for axis in copies)
         self.matmul = GroupedMatmul(num_experts, build.main_grads, build.wgrads, build.gemm_of(name, plan, Fp8RowsGemm))
 
-    def forward(self, x_RK: Tensor, rows: Groups, weights_R: Tensor | None = None) -> Tensor:
+    def forward(self, x: Rows, rows: Groups, weights_R: Tensor | None = None) -> Tensor:
         """Return the outputs; `weights_R` are the weights that the rows have already, and the biases not yet."""
-        y_RN = self.matmul(x_RK, self.weight, rows)
+        y_RN = self.matmul(x, self.weight, rows)
         if self.bias is None:
             return y_RN
         return add_biases(y_RN, self.bias if self.adds_bias else 0 * self.bias, rows.counts, weights_R)
@@ -113,18 +113,23 @@ class ExpertMLP(nn.Module):
         self.recomputes_activation = build.recompute.recomputes(MOE_ACT, (MOE,))
         self.applies_probs_on_input = build.arch.experts is not None and build.arch.experts.applies_probs_on_input
 
-    def forward(self, x_RH: Tensor, weights_R: Tensor, rows: Groups) -> Tensor:
+    def tokens(self, x_MH: Tensor) -> Rows:
+        """Return tokens as they are sent to experts: as `fc1` multiplies them, unless they are weighted before."""
+        return Rows(x_MH, None if self.applies_probs_on_input else self.fc1.matmul.gemm.packed(x_MH.detach()))
+
+    def forward(self, x: Rows, weights_R: Tensor, rows: Groups) -> Tensor:
         if self.applies_probs_on_input:
-            x_RH, weights_R = (x_RH * weights_R.unsqueeze(1)).to(x_RH.dtype), torch.ones_like(weights_R)
+            x_RH = x.values
+            x, weights_R = Rows((x_RH * weights_R.unsqueeze(1)).to(x_RH.dtype)), torch.ones_like(weights_R)
 
         def weighted(y_RF: Tensor) -> Tensor:
             a_RF: Tensor = _Weighted.apply(y_RF, weights_R, self.activation)
             return a_RF
 
-        y_RF = self.fc1(x_RH, rows)
+        y_RF = self.fc1(x, rows)
         a_RF = weighted(y_RF)
         with recompute_from_input(weighted, y_RF, a_RF) if self.recomputes_activation else nullcontext():
-            y_RH: Tensor = self.fc2(a_RF, rows, weights_R)
+            y_RH: Tensor = self.fc2(Rows(a_RF), rows, weights_R)
         return y_RH
 
 
@@ -265,7 +270,9 @@ class MoE(nn.Module):
         home_MH = self.relayout.to_rows(x_MH)
         routes, once = self.router(home_MH, at), partial(at.once, f"{self.router.name}.rows")
         shared_by = self.etensor, self.relayout.comm
-        sent = DISPATCH[self.dispatcher](*gather_tokens(home_MH, routes, *shared_by), self.ranks, once)
+        tokens, routes = gather_tokens(self.experts.tokens(home_MH), routes, *shared_by)
+        sent = DISPATCH[self.dispatcher](tokens, routes, self.ranks, once)
+        del tokens  # nothing but what is sent is needed
         shared_MH = None if self.shared_experts is None else self.shared_experts(x_MH, at)  # while rows are in flight
         pads_to = self.router.capacity(len(home_MH) * self.num_sharing, at)
         computed, restored = padded_to(pads_to, *sent.rows())

@@ -22,13 +22,18 @@ from megatron3d.experts.plan import (
     forward_traffic,
 )
 from megatron3d.experts.router import Routes
-from megatron3d.experts.rows import ranges
+from megatron3d.experts.rows import Rows, padded_to, ranges
+from megatron3d.linear.fp8 import dequantized
+from megatron3d.linear.fp8_plan import RECIPES, Fp8, packed_bytes
+from megatron3d.linear.fp8_rows import Fp8RowsGemm
 from megatron3d.ops.recompute import KeptResults
+from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.modes.mode import ALLGATHER, ALLTOALL, DISPATCHERS
 from tests.support.turn_ranks import make_comm, run_turns
 
 RANKS, E, K, M, H = 4, 8, 2, 6, 5
+WIDTH = 256  # of tokens that are sent in fp8
 AXES = (("data", 2), ("t", 2))
 NAMES = tuple(name for name, _ in AXES)
 LOADS: dict[str, Any] = {
@@ -82,10 +87,10 @@ def exchanged(rank: int, world_size: int, dispatcher: str, load: str) -> tuple[l
     x, chosen, weights = inputs(rank, load)
     x, weights = x.requires_grad_(), weights.requires_grad_()
     routes = Routes(chosen, weights, weights)
-    sent = DISPATCH[dispatcher](x, routes, ranks, partial(KeptResults().once, "rows"))
-    rows_RH, weights_R, (counts, ends_E) = sent.rows()
+    sent = DISPATCH[dispatcher](Rows(x), routes, ranks, partial(KeptResults().once, "rows"))
+    rows, weights_R, (counts, ends_E) = sent.rows()
     mine = matrices()[rank * ranks.num_local :]
-    y = torch.cat([rows_RH[part] @ w.T for part, w in zip(ranges(counts), mine, strict=False)])
+    y = torch.cat([rows.values[part] @ w.T for part, w in zip(ranges(counts), mine, strict=False)])
     out = sent.combine(y * weights_R.unsqueeze(1))
     assert [part.stop for part in ranges(counts)] == ends_E.tolist() and ends_E.dtype == torch.int32
     out.square().sum().backward()
@@ -115,7 +120,11 @@ def test_both_dispatchers_order_rows_alike() -> None:
     def rows(rank: int, world_size: int, dispatcher: str) -> Tensor:
         x, chosen, weights = inputs(rank, "any")
         ranks = ExpertRanks(E, NAMES, make_comm(Mesh(AXES, rank), [NAMES]))
-        return DISPATCH[dispatcher](x, Routes(chosen, weights, weights), ranks, lambda count: count()).rows()[0]
+        return (
+            DISPATCH[dispatcher](Rows(x), Routes(chosen, weights, weights), ranks, lambda count: count())
+            .rows()[0]
+            .values
+        )
 
     both = [run_turns(rows, RANKS, dispatcher) for dispatcher in DISPATCHERS]
     assert all(one.equal(other) for one, other in zip(*both, strict=True))
@@ -146,13 +155,13 @@ def test_tokens_are_in_flight_until_their_rows_are_needed() -> None:
         x, chosen, weights = inputs(rank, "any")
         x, weights = x.requires_grad_(), weights.requires_grad_()
         sent = DISPATCH[dispatcher](
-            x, Routes(chosen, weights, weights), ExpertRanks(E, NAMES, comm), lambda call: call()
+            Rows(x), Routes(chosen, weights, weights), ExpertRanks(E, NAMES, comm), lambda call: call()
         )
         shared = x * 2
         shared.register_hook(lambda grad: found.append("shared, backward"))
         found.append("shared")
-        rows_RH, weights_R, _ = sent.rows()
-        y = sent.combine(rows_RH * weights_R.unsqueeze(1))
+        rows, weights_R, _ = sent.rows()
+        y = sent.combine(rows.values * weights_R.unsqueeze(1))
         (y + shared).sum().backward()
         return found
 
@@ -171,7 +180,7 @@ def test_counts_are_kept_for_the_recomputation() -> None:
         x, chosen, weights = inputs(rank, "any")
         for _ in range(2):
             once = partial(kept.once, "rows")
-            DISPATCH[ALLTOALL](x, Routes(chosen, weights, weights), ExpertRanks(E, NAMES, recorder), once).rows()
+            DISPATCH[ALLTOALL](Rows(x), Routes(chosen, weights, weights), ExpertRanks(E, NAMES, recorder), once).rows()
         return len(recorder.calls)
 
     assert run_turns(calls, RANKS) == [5] * RANKS
@@ -189,3 +198,52 @@ def test_balanced_rows_are_those_that_come() -> None:
         assert [list(row) for row in zip(*table, strict=True)] == table and {sum(row) for row in table} == {total}
     stays = balanced_rows(10, 4, 1)[1]
     assert balanced_exchange(DispatchSizes(5, H, 2, E, 8, 8), 4, 1) == RowsSent(10 - stays, 10 - stays)
+
+
+def packed_exchange(rank: int, world_size: int, dispatcher: str, load: str, recipe: str) -> tuple[list[Any], Any]:
+    """Return what experts get of tokens that are sent in fp8, the tokens' gradients, and what was sent."""
+    mesh = Mesh(AXES, rank)
+    recorder, gemm = Recorder(make_comm(mesh, [NAMES])), rows_gemm(recipe)
+    ranks = ExpertRanks(E, NAMES, recorder)
+    x, chosen, weights = tokens_of(rank), LOADS[load](rank), torch.rand(M, K, generator=seeded(9 + rank)).double()
+    x, weights = x.requires_grad_(), weights.requires_grad_()
+    tokens = Rows(x, gemm.packed(x.detach()))
+    sent = DISPATCH[dispatcher](tokens, Routes(chosen, weights, weights), ranks, partial(KeptResults().once, "rows"))
+    (rows, weights_R, groups), restored = padded_to(4 * M * K, *sent.rows())
+    assert rows.packed is not None and rows.values.untyped_storage().nbytes() == x.element_size()
+    got = gemm.unpacked(rows.packed, rows.values)
+    y = rows.values * weights_R.unsqueeze(1)  # its gradients are those of the rows
+    sent.combine(restored(y)).sum().backward()
+    return [dequantized(got), groups.counts, x.grad], recorder.calls
+
+
+def rows_gemm(recipe: str) -> Fp8RowsGemm:
+    return Fp8RowsGemm(Fp8(recipe, "e4m3"), MatmulPlan(), make_comm(Mesh((("x", 1),)), []))
+
+
+def tokens_of(rank: int) -> Tensor:
+    return torch.randn(M, WIDTH, generator=seeded(rank)).double() * torch.logspace(-3, 3, M).unsqueeze(1)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("dispatcher", DISPATCHERS)
+def test_tokens_are_sent_in_fp8(dispatcher: str, recipe: str) -> None:
+    """Experts get the bits of each token that its home has; only tokens are fewer bytes, and only forward."""
+    load, gemm = "any", rows_gemm(recipe)
+    chosen = [LOADS[load](rank) for rank in range(RANKS)]
+    sizes = DispatchSizes(M, WIDTH, K, E, 8, 8, packed_bytes(RECIPES[recipe], WIDTH))
+    for rank, ((got, counts, dx), calls) in enumerate(run_turns(packed_exchange, RANKS, dispatcher, load, recipe)):
+        values = [dequantized(gemm.x(tokens_of(other))) for other in range(RANKS)]
+        for place, count in enumerate(counts):
+            expert = rank * (E // RANKS) + place
+            mine = torch.cat([x[(slots == expert).any(1)] for x, slots in zip(values, chosen, strict=True)])
+            rows = got[place * count : (place + 1) * count]
+            assert torch.equal(rows[: len(mine)], mine) and not rows[len(mine) :].any()
+        weights = torch.rand(M, K, generator=seeded(9 + rank)).double()
+        torch.testing.assert_close(dx, weights.sum(1, keepdim=True).expand(M, WIDTH))
+        leave = int((chosen[rank] // (E // RANKS) != rank).sum())
+        come = sum(int((chosen[other] // (E // RANKS) == rank).sum()) for other in range(RANKS) if other != rank)
+        args = NAMES, sizes, RANKS, RowsSent(leave, come)
+        assert calls == forward_traffic(dispatcher, *args) + backward_traffic(dispatcher, *args)
+    plain = DispatchSizes(M, WIDTH, K, E, 2, 4)
+    assert sizes.sent_row < 0.6 * plain.row

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
 from megatron3d.experts.grouped_matmul import GroupedMatmul
-from megatron3d.experts.rows import groups_of, ranges
+from megatron3d.experts.rows import Rows, groups_of, ranges
 from megatron3d.linear.fp8 import dequantized
 from megatron3d.linear.fp8_plan import RECIPES, Fp8
 from megatron3d.linear.fp8_rows import Fp8RowsGemm
@@ -47,7 +47,7 @@ def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 def test_experts_multiply_the_values_of_their_own_rows_and_matrix(recipe: str, dtype: torch.dtype) -> None:
     gemm, (x, w, dy) = gemm_of(recipe), inputs(dtype)
     x, w = x.requires_grad_(), w.requires_grad_()
-    y = GroupedMatmul(E, MainGrads(), gemm=gemm)(x, w, GROUPS)
+    y = GroupedMatmul(E, MainGrads(), gemm=gemm)(Rows(x), w, GROUPS)
     dx, dw = torch.autograd.grad(y, (x, w), dy)
     for part, w_NK, dw_NK in zip(ranges(COUNTS), w.detach().chunk(E), dw.chunk(E), strict=True):
         rows, grads = gemm.x(x[part].detach()), gemm.gathered(gemm.dy(dy[part]))[0]
@@ -90,7 +90,7 @@ def test_backward_keeps_rows_in_fp8(recipe: str) -> None:
     x, w, _ = inputs(torch.bfloat16)
     gemm, x, w = gemm_of(recipe), x.requires_grad_(), torch.nn.Parameter(w)
     with saved_beside([w]) as saved:
-        GroupedMatmul(E, MainGrads(), gemm=gemm)(x, w, GROUPS)
+        GroupedMatmul(E, MainGrads(), gemm=gemm)(Rows(x), w, GROUPS)
     block = RECIPES[recipe].block or K
     assert saved.num_bytes == R * K + R * (K // block) * RECIPES[recipe].scale_bytes
 

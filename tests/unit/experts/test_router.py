@@ -17,7 +17,17 @@ from megatron3d.experts.router import (
     with_loss,
     z_terms,
 )
-from megatron3d.experts.rows import Groups, RowCounts, RowOrder, add_rows, groups_of, ranges, take_tokens, take_weights
+from megatron3d.experts.rows import (
+    Groups,
+    RowCounts,
+    RowOrder,
+    Rows,
+    add_rows,
+    groups_of,
+    ranges,
+    take_tokens,
+    take_weights,
+)
 from megatron3d.linear.gemm import Gemm, Operand
 from megatron3d.linear.main_grad import MainGrads
 from tests.support.main_grad_buffer import Buffer
@@ -107,7 +117,7 @@ def test_rows_go_to_experts_and_back() -> None:
     counts = RowCounts(rows.counts_E, []).on_host
     mine = [each.clone().requires_grad_() for each in (x, weights, w.flatten(0, 1))]
     groups = groups_of(counts, rows.counts_E)
-    y = GroupedMatmul(E, MainGrads())(take_tokens(mine[0], rows, sum(counts)), mine[2], groups)
+    y = GroupedMatmul(E, MainGrads())(take_tokens(Rows(mine[0]), rows, sum(counts)), mine[2], groups)
     add_rows(y * take_weights(mine[1], rows, sum(counts)).unsqueeze(1), rows).square().sum().backward()
     theirs = [each.clone().requires_grad_() for each in (x, weights, w)]
     slots = [[theirs[1][t, k] * (theirs[2][chosen[t, k]] @ theirs[0][t]) for k in range(K)] for t in range(len(chosen))]
@@ -141,7 +151,7 @@ def test_weight_gradients_accumulate_in_main_grad() -> None:
     grads.register(w, buffer)
     matmul = GroupedMatmul(E, grads)
     for counts in ([6] + 7 * [0], [0, 2, 4] + 5 * [0]):
-        matmul(x.clone().requires_grad_(), w, groups(counts)).sum().backward()
+        matmul(Rows(x.clone().requires_grad_()), w, groups(counts)).sum().backward()
     wanted = torch.zeros(E, 5)
     wanted[0], wanted[1], wanted[2] = x.sum(0), x[:2].sum(0), x[2:].sum(0)
     torch.testing.assert_close(buffer.sum.view(E, 4, 5), wanted.unsqueeze(1).expand(E, 4, 5))
@@ -174,7 +184,7 @@ def test_onednn_compiles_few_kernels_for_many_numbers_of_rows(dtype: torch.dtype
     for first in range(0, 400, E):
         counts = [first + place for place in range(E)]
         x = torch.randn(sum(counts), 8).to(dtype).requires_grad_()
-        y = matmul(x, w, groups(counts))
+        y = matmul(Rows(x), w, groups(counts))
         dy = torch.randn_like(y)
         dx, dw = torch.autograd.grad(y, (x, w), dy)
         parts = zip(ranges(counts), w.detach().double().chunk(E), dw.chunk(E), strict=True)
