@@ -303,6 +303,8 @@ def _describe_kind(kind: Mapping[str, Any], given: object) -> str:
             choices = [str(choice) for choice in kind["items"]["enum"]]
             return f"a list of {one_of(choices)}, such as [{choices[0]}]"
         example = kind.get("examples", ["[2,2,2]"])[0]
+        if kind["items"]["type"] == "string":
+            return f"a list of texts, such as {example}"
         whole = "whole " if kind["items"]["type"] == "integer" else ""
         return f"a list of {whole}numbers{_limits(kind['items'])}, such as {example}"
     names = {

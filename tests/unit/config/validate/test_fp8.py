@@ -82,8 +82,8 @@ BROKEN: list[tuple[dict[str, Any], int, str, dict[str, Any]]] = [
     (
         changes(train={"recompute_granularity": "selective", "recompute_modules": ("mlp_act", "core_attn")}),
         1,
-        "train.fp8=e4m3: the linear after a module of train.recompute_modules=[mlp_act,moe_act] keeps its input in fp8, so "
-        "that nothing is saved; use other modules, or recompute_granularity full",
+        "train.fp8=e4m3: the linear after a module of train.recompute_modules=[mlp_act,moe_act] keeps its input in "
+        "fp8, so that nothing is saved; use other modules, or recompute_granularity full",
         changes(train={"recompute_granularity": "selective", "recompute_modules": ("core_attn",)}),
     ),
     (
