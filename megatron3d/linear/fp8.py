@@ -18,6 +18,8 @@ Letters: M tokens, K input features, N output features; R rows and S summed feat
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -25,12 +27,12 @@ from megatron3d.comm.interface import Comm
 from megatron3d.linear.fp8_plan import Blocks, Fp8, reduced_axes
 from megatron3d.linear.gemm import NATIVE, Form, Gemm, Kept, Operand
 from megatron3d.linear.overlap_plan import Direction
+from megatron3d.linear.scaled_mm import E4M3, E5M2, E8M0, ScaledKernel, fits, kernel_of, scaled_product
 from megatron3d.parallel.layout import Layout
 from megatron3d.parallel.matmul_plan import MatmulPlan
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 DTYPES = {"e4m3": E4M3, "e5m2": E5M2}
-SCALE_DTYPES = {4: torch.float32, 1: torch.float8_e8m0fnu}  # by their bytes
+SCALE_DTYPES = {4: torch.float32, 1: E8M0}  # by their bytes
 # Smallest largest value of a block: below it all of the block's values are 0 in fp8, and its scale is still finite.
 SMALLEST = 2.0**-110
 # Both formats end at 1.75 * 2^n: 448 = 1.75 * 2^8 and 57344 = 1.75 * 2^15.
@@ -123,10 +125,18 @@ class Fp8Gemm(Gemm):
 
     Args:
         plan: plan of the linear, without axes of size 1; `comm` reduces largest values over its axes.
+        kernel_of: returns the scaled kernel of a recipe, device and dtype; None: values are restored and multiplied.
     """
 
-    def __init__(self, fp8: Fp8, plan: MatmulPlan, comm: Comm) -> None:
-        self.recipe, self.plan, self.comm = fp8.recipe, plan, comm
+    def __init__(
+        self,
+        fp8: Fp8,
+        plan: MatmulPlan,
+        comm: Comm,
+        kernel_of: Callable[[str, torch.device, torch.dtype], ScaledKernel | None] = kernel_of,
+    ) -> None:
+        self.recipe_name, self.recipe, self.plan, self.comm = fp8.recipe_name, fp8.recipe, plan, comm
+        self.kernel_of = kernel_of
         self.format, self.dy_format = (DTYPES[name] for name in fp8.formats)
         self.scale_dtype = SCALE_DTYPES[fp8.recipe.scale_bytes]
 
@@ -162,18 +172,34 @@ class Fp8Gemm(Gemm):
         return dy, self._along_m(dy, values_MN, layout)
 
     def y(self, x: Operand, w: Operand, bias_N: Tensor | None = None, into_MN: Tensor | None = None) -> Tensor:
-        y_MN = NATIVE.y(self._values(x), self._values(w), bias_N)
-        return y_MN.to(x.dtype) if into_MN is None else into_MN.copy_(y_MN)
+        y_MN = self._scaled(x, w, x.dtype, is_fast=True)
+        if y_MN is None:
+            y_MN = NATIVE.y(self._values(x), self._values(w), bias_N).to(x.dtype)
+        elif bias_N is not None:
+            y_MN.add_(bias_N)
+        return y_MN if into_MN is None else into_MN.copy_(y_MN)
 
     def dx(self, dy: Operand, w: Operand, into_MK: Tensor | None = None) -> Tensor:
-        dx_MK = NATIVE.dx(self._values(dy), self._values(w))
-        return dx_MK.to(dy.dtype) if into_MK is None else into_MK.copy_(dx_MK)
+        dx_MK = self._scaled(dy, w, dy.dtype)
+        if dx_MK is None:
+            dx_MK = NATIVE.dx(self._values(dy), self._values(w)).to(dy.dtype)
+        return dx_MK if into_MK is None else into_MK.copy_(dx_MK)
 
     def dw(self, dy: Operand, x: Operand, dtype: torch.dtype) -> Tensor:
-        return NATIVE.dw(self._values(dy), self._values(x), dtype)
+        dw_NK = self._scaled(dy, x, dtype)
+        return NATIVE.dw(self._values(dy), self._values(x), dtype) if dw_NK is None else dw_NK.to(dtype)
 
     def dw_into(self, main_grad_NK: Tensor, dy: Operand, x: Operand, holds_gradient: bool) -> None:
-        NATIVE.dw_into(main_grad_NK, self._values(dy), self._values(x), holds_gradient)
+        dw_NK = self._scaled(dy, x, main_grad_NK.dtype)
+        if dw_NK is None:
+            NATIVE.dw_into(main_grad_NK, self._values(dy), self._values(x), holds_gradient)
+        else:
+            (main_grad_NK.add_ if holds_gradient else main_grad_NK.copy_)(dw_NK)
+
+    def _scaled(self, a: Operand, b: Operand, dtype: torch.dtype, is_fast: bool = False) -> Tensor | None:
+        """Return a b^T by the scaled kernel of the operands' device; None if it has none."""
+        kernel = self.kernel_of(self.recipe_name, a.data.device, a.dtype)
+        return scaled_product(kernel, a, b, dtype, is_fast) if kernel and fits(kernel, a, b) else None
 
     def _values(self, operand: Operand) -> Operand:
         """Return the values of a quantized operand: in bf16 where the network's are and bf16 holds them, else wider."""

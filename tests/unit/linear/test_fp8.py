@@ -18,11 +18,12 @@ from torchao.prototype.mx_formats.mx_tensor import to_mx
 
 from megatron3d.comm.interface import Comm
 from megatron3d.linear.collectives import W_DIMS, X_DIMS, Y_DIMS, gather_operand
-from megatron3d.linear.fp8 import DTYPES, E4M3, E5M2, SMALLEST, Fp8Gemm, dequantized, largest_of_blocks, scales_of
+from megatron3d.linear.fp8 import DTYPES, SMALLEST, Fp8Gemm, dequantized, largest_of_blocks, scales_of
 from megatron3d.linear.fp8_plan import FORMATS, RECIPES, Blocks, Fp8, largest_value_axes
 from megatron3d.linear.gemm import Form, Gemm, Operand
 from megatron3d.linear.matmul import Matmul
 from megatron3d.linear.overlap_plan import Direction
+from megatron3d.linear.scaled_mm import E4M3, E5M2
 from megatron3d.parallel.layout import Layout
 from megatron3d.parallel.matmul_plan import MatmulPlan, moves
 from megatron3d.parallel.mesh import Mesh
