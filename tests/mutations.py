@@ -58,6 +58,7 @@ AHEAD = ("tests/unit/model/test_mtp.py",)
 LATENT = ("tests/unit/model/test_latent_attention.py",)
 LATENT_LAYOUTS = ("tests/integration/test_latent_equality.py",)
 LATENT_CACHE = ("tests/unit/inference/test_sampling.py", "-k", "latent")
+FP8 = ("tests/unit/linear/test_fp8.py",)
 FP8_EXPERTS = ("tests/integration/test_fp8_experts.py",)
 FP8_ROWS = ("tests/unit/experts/test_fp8_rows.py",)
 GEMM = ("tests/unit/linear/test_gemm.py",)
@@ -1098,6 +1099,76 @@ MUTATIONS = [
         "reduce(dx_MK, (), X_DIMS, comm)",
     ),
     Mutation("bias of a matmul in rounds dropped", "linear/matmul.py", "else y_MN.add_(bias_N)", "else y_MN"),
+    Mutation(
+        "largest values of fp8 blocks are those of this rank alone",
+        "linear/fp8.py",
+        "axes = reduced_axes(own, layout, self.comm.mesh)",
+        "axes = ()",
+        FP8,
+    ),
+    Mutation(
+        "largest values of fp8 blocks are reduced over the axes of the other dim",
+        "linear/fp8.py",
+        "own = blocks.transposed if transposes else blocks",
+        "own = blocks",
+        FP8,
+    ),
+    Mutation(
+        "X is kept for dW in blocks along K",
+        "linear/fp8.py",
+        "return self._quantized(values, self.recipe.x, operand.data.dtype, layout, form.dtype, transposes=True)",
+        "return Operand(operand.data.T.contiguous(), operand.scales.T.contiguous(), form._replace(is_transposed=True))",
+        FP8,
+    ),
+    Mutation(
+        "W of dX is quantized along K",
+        "linear/fp8.py",
+        "if at is Direction.FORWARD:",
+        "if at:",
+        FP8,
+    ),
+    Mutation(
+        "an overflow in fp8 becomes the end of the format",
+        "linear/fp8.py",
+        "torch.where(largest.isfinite(), inverse, torch.nan)",
+        "inverse",
+        FP8,
+    ),
+    Mutation(
+        "scales of fp8 blocks are rounded up to powers of 2",
+        "linear/fp8.py",
+        "- exceeds.to(torch.int32)",
+        "+ (1 - exceeds.to(torch.int32))",
+        FP8,
+    ),
+    Mutation(
+        "scales of rows are all-gathered along the rows' features",
+        "linear/collectives.py",
+        "if dims[name] not in whole}",
+        "}",
+        FP8,
+    ),
+    Mutation(
+        "dims of a transposed operand are not exchanged in its all-gather",
+        "linear/collectives.py",
+        "dims = {name: 1 - dim for name, dim in dims.items()}",
+        "dims = dict(dims)",
+        FP8,
+    ),
+    Mutation(
+        "output gradients of the hybrid format are in e4m3",
+        "linear/fp8.py",
+        "self.format, self.dy_format = (DTYPES[name] for name in fp8.formats)",
+        "self.format = self.dy_format = DTYPES[fp8.formats.x]",
+        FP8,
+    ),
+    Mutation(
+        "blocks of fp8 may be cut by shards of tokens",
+        "config/validate/fp8.py",
+        "yield from _token_problems(facts, fp8, mode)",
+        "yield from ()",
+        ("tests/unit/config/validate/test_fp8.py",),
+    ),
     Mutation(
         "scales of a GEMM's operand are not gathered",
         "linear/collectives.py",
