@@ -583,6 +583,7 @@ class TrainConfig(Section, frozen=True):
         next(iter(RECIPES)),
         "blocks that share a scale: 1x128 and 128x128, whole tensors, rows, or 1x32 with one byte per scale",
         choices=RECIPES,
+        also="quantize.linear.float8.recipe_name float8_recipe_name",
     )
     num_layers_at_start_in_bf16: int = key(0, "with fp8: first layers whose linears stay in precision", ge=0)
     num_layers_at_end_in_bf16: int = key(
@@ -591,7 +592,7 @@ class TrainConfig(Section, frozen=True):
     fp8_exclude: Annotated[tuple[str, ...], Field(strict=False, examples=['["*.attention.proj"]'])] = key(
         (),
         "with fp8: patterns of linears that stay in precision, such as *.attention.proj",
-        also="filter_fqns",
+        also="filter_fqns quantize.linear.float8.filter_fqns",
     )
     loss_scale: float | None = key(None, "fixed loss scale, with fp16; default: dynamic", gt=0, most=2**64)
     initial_loss_scale: float = key(2.0**32, "initial value of a dynamic loss scale", gt=0, most=2**64)
