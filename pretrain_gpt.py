@@ -24,21 +24,26 @@ if TYPE_CHECKING:
 
 # Imported by every rank of a run; the last two by numpy.unique and by torch's first backward.
 IMPORTED = (
-    *("megatron3d.train.build", "megatron3d.train.loop", "megatron3d.runtime.watchdog"),
+    *("megatron3d.train.survival", "megatron3d.runtime.watchdog"),
     *("numpy.ma", "torch.fx.experimental.symbolic_shapes"),
 )
 
 
-def preload(argv: Sequence[str], world_size: int) -> None:
-    """Import what the ranks of a run need, in the process that they are forked from; raises what all of them would."""
-    arguments = parse_args(argv)
-    if not (arguments.check or arguments.dry_run):
-        from megatron3d.config.resolve import resolve
+def preload(argv: Sequence[str], world_size: int) -> bool:
+    """Import what the ranks of a run need, in the process that they are forked from; raises what all of them would.
 
-        resolve(arguments.config, arguments.overrides, world_size, counted_by="the launcher's first argument")
-        print("> importing torch", file=sys.stderr, flush=True)
-        for name in IMPORTED:
-            import_module(name)
+    Return whether the ranks go on when one of them has ended.
+    """
+    arguments = parse_args(argv)
+    if arguments.check or arguments.dry_run:
+        return False
+    from megatron3d.config.resolve import resolve
+
+    resolved = resolve(arguments.config, arguments.overrides, world_size, counted_by="the launcher's first argument")
+    print("> importing torch", file=sys.stderr, flush=True)
+    for name in IMPORTED:
+        import_module(name)
+    return resolved.config.train.elastic
 
 
 def main() -> int:
@@ -78,21 +83,18 @@ def pretrain(arguments: Arguments, world_size: int) -> int:
     for remark in resolved.remarks if env.rank == 0 else ():
         print(f"> WARNING: {remark}", flush=True)
     with phases("importing torch"):
-        from megatron3d.train.build import build_run
-        from megatron3d.train.loop import train
-        from megatron3d.train.monitor.reports import report_end
+        from megatron3d.train.survival import Training
 
     settings = resolved.config.train
     timeout_s, deterministic = 60 * settings.distributed_timeout_minutes, settings.deterministic_mode
-    with ExitStack() as ending, process.start(timeout_s, deterministic=deterministic) as here:
+    with (
+        ExitStack() as ending,
+        process.start(timeout_s, deterministic=deterministic, elastic=settings.elastic) as here,
+    ):
         stop = ending.enter_context(StopSignal(tells=here.rank == 0))
-        run = build_run(resolved, here, phases)
-        ending.callback(run.close)  # after the watchdog's end: an upload to wandb may take longer than it waits
-        if here.rank == 0:
-            print(f"> ready after {phases.total_s:.2f} s; training", flush=True)
-        code = train(run, stop)
-        if here.rank == 0:
-            print("\n".join(f"> {line}" for line in report_end(run)), flush=True)
+        training = Training(resolved, here, phases, stop)
+        ending.callback(training.close)  # after the watchdog's end: an upload to wandb may take longer than it waits
+        code = training.finish()
     if code == ExitCode.STOPPED and env.restarts_stopped:
         if env.rank == 0:
             print("> stopped on request; exit code 0, since torchrun would take 3 for a crash and restart", flush=True)

@@ -169,7 +169,7 @@ RULES: Mapping[str, tuple[Rule, tuple[str, ...], str]] = {
             *("megatron3d.comm.process_comm", "megatron3d.comm.process_groups", "megatron3d.comm.objects"),
             "megatron3d.comm.peer_link",
             "megatron3d.comm.matmul_rounds",
-            *("megatron3d.runtime.process", "megatron3d.runtime.heartbeat"),
+            *("megatron3d.runtime.process", "megatron3d.runtime.heartbeat", "megatron3d.runtime.members"),
             *PEERS,
         ),
         "from torch import distributed",

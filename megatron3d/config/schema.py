@@ -571,6 +571,12 @@ class TrainConfig(Section, frozen=True):
     distributed_timeout_minutes: float = key(
         10.0, "time without progress after which the run ends, naming the rank", ge=0.01, most=10**6
     )
+    elastic: bool = key(
+        False,
+        "go on in another layout, with the same global batch, when ranks are lost; not under torchrun, which restarts "
+        "all ranks",
+        also="fault_tolerance elastic_training",
+    )
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = key(
         "fp32", also="dtype bf16 fp16 params_dtype mixed_precision mixed_precision_param torch_dtype"
     )

@@ -162,6 +162,8 @@ class JournalRow(AnyRow):
     first_step: NotRequired[FirstStep]
     validation_loss: NotRequired[float | None]
     rollback: NotRequired[str]
+    replan: NotRequired[str]
+    replan_details: NotRequired[dict[str, Any]]
     straggler: NotRequired[str]
     stop: NotRequired[str]
 

@@ -251,6 +251,11 @@ class MetricsWriter:
         for sink in self._sinks:
             sink.go_back(iteration)
 
+    def replan(self, iteration: int, message: str, details: Mapping[str, Any]) -> None:
+        """Report that the run goes on after `iteration` without ranks that were lost, in another layout."""
+        print(f"> {message}", flush=True)
+        self._write({"iteration": iteration, "replan": message, "replan_details": dict(details)})
+
     def first_step(self, iteration: int, memory_bytes: Sequence[int]) -> None:
         """Report the peak memory of the first step of this launch, the largest of each pipeline rank."""
         self._write({"iteration": iteration, "first_step": {"memory_bytes": list(memory_bytes)}})

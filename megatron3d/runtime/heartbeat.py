@@ -79,6 +79,7 @@ def _faults() -> Iterator[None]:
 
 # Where a rank is whose main thread waits in a collective.
 COLLECTIVES_FILES = ("comm/process_comm.py", "comm/objects.py")
+SILENT, LATE = "does not answer", "keeps the others waiting"
 MAX_RANKS_NAMED = 8
 MAX_RANKS_AT_FAULT = 32
 
@@ -162,9 +163,7 @@ Heartbeats = Mapping[int, Heartbeat]
 
 def diagnose(before: Mapping[int, Heartbeat | None], after: Mapping[int, Heartbeat | None]) -> Iterator[str]:
     """Compare two readings of all ranks' heartbeats: a line for each rank at fault, then where the others are."""
-    silent = [rank for rank, beat in after.items() if beat is None or beat == before[rank]]
-    alive = {rank: beat for rank, beat in after.items() if rank not in silent and beat is not None}
-    at_fault, problem = (silent, "does not answer") if silent else _blamed(alive)
+    at_fault, problem, alive = _compared(before, after)
     for rank in at_fault[:MAX_RANKS_AT_FAULT]:
         beat = after[rank]
         details = "and never sent a heartbeat" if beat is None else f"{beat.process}: {beat}"
@@ -174,6 +173,22 @@ def diagnose(before: Mapping[int, Heartbeat | None], after: Mapping[int, Heartbe
     yield from _missing(alive, at_fault)
     yield from _different(alive)
     yield from _grouped_by_location({rank: beat for rank, beat in alive.items() if rank not in at_fault})
+
+
+def culprits(before: Mapping[int, Heartbeat | None], after: Mapping[int, Heartbeat | None]) -> list[int]:
+    """Return the ranks that others may go on without: those that do not answer, or keep the others waiting."""
+    at_fault, problem, _ = _compared(before, after)
+    return at_fault if problem in (SILENT, LATE) and len(at_fault) < len(after) else []
+
+
+def _compared(
+    before: Mapping[int, Heartbeat | None], after: Mapping[int, Heartbeat | None]
+) -> tuple[list[int], str, dict[int, Heartbeat]]:
+    """Return the ranks at fault, what is wrong with them, and the heartbeats of all ranks that answer."""
+    silent = [rank for rank, beat in after.items() if beat is None or beat == before[rank]]
+    alive = {rank: beat for rank, beat in after.items() if rank not in silent and beat is not None}
+    at_fault, problem = (silent, SILENT) if silent else _blamed(alive)
+    return at_fault, problem, alive
 
 
 def named(ranks: Iterable[int]) -> str:
@@ -191,9 +206,9 @@ def _blamed(alive: Heartbeats) -> tuple[list[int], str]:
     """Return the ranks at fault among ranks that all answer, and what is wrong with them."""
     computing = [rank for rank, beat in alive.items() if not beat.in_collective]
     if late := _late(alive):
-        return late, "keeps the others waiting"
+        return late, LATE
     if computing and len(computing) < len(alive) and not list(_different(alive)):
-        return computing, "keeps the others waiting"
+        return computing, LATE
     progress = {rank: (beat.iteration or 0, beat.num_collectives) for rank, beat in alive.items()}
     least = [rank for rank, done in progress.items() if done == min(progress.values())]
     return least, "has done the least" if len(least) < len(alive) else "waits, as all do"

@@ -62,7 +62,7 @@ class LocalRanks:
     """Ranks of `PROGRAM [N] [ARGUMENT ...]` on this machine, by default one per GPU.
 
     PROGRAM works under `if __name__ == "__main__"` only.  Where it has a function `preload(argv, num_ranks)`, that
-    imports what the ranks need, and raises what all of them would.
+    imports what the ranks need, and raises what all of them would; it returns whether they go on without one that ends.
     """
 
     def __init__(self, program: str, arguments: Sequence[str]) -> None:
@@ -70,6 +70,7 @@ class LocalRanks:
         self._program, self._arguments = program, list(arguments)
         self._num_ranks = 0
         self._ranks: list[Rank] = []
+        self._outlive = False
 
     def prepare(self) -> int:
         """Import what the ranks need; raises UserError for what is wrong with the command line."""
@@ -82,7 +83,7 @@ class LocalRanks:
         gc.disable()  # modules are no garbage
         module = runpy.run_path(self._program, run_name=Path(self._program).stem)
         if preload := module.get("preload"):
-            preload(self._arguments, self._num_ranks)
+            self._outlive = bool(preload(self._arguments, self._num_ranks))
         return ExitCode.DONE
 
     def run(self) -> int:
@@ -105,7 +106,7 @@ class LocalRanks:
                     self._run_program(blocked)
                 self._ranks.append(Rank(pid))
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-            return wait(self._ranks)
+            return wait_for_survivors(self._ranks) if self._outlive else wait(self._ranks)
 
     def pass_on(self, number: int, _: FrameType | None = None) -> None:
         """Send a signal to the ranks; where there is none yet, end this process."""
@@ -184,6 +185,24 @@ def wait(ranks: Sequence[Rank]) -> int:
     if code < 0:
         print(f"> rank {failed} was killed by {signal.Signals(-code).name}", file=sys.stderr, flush=True)
     return code if code >= 0 else 128 - code
+
+
+def wait_for_survivors(ranks: Sequence[Rank]) -> int:
+    """Wait for all ranks, of which others go on where some end; return the exit code of those that finish.
+
+    A rank that refuses what was typed ends all: the others would refuse it as well.
+    """
+    told = set[int]()
+    while None in (codes := [rank.poll() for rank in ranks]):
+        for rank, code in enumerate(codes):
+            if code is not None and code < 0 and rank not in told:
+                print(f"> rank {rank} was killed by {signal.Signals(-code).name}", file=sys.stderr, flush=True)
+                told.add(rank)
+        if ExitCode.USER_ERROR in codes:
+            return wait(ranks)
+        time.sleep(0.05)
+    fine = [code for code in codes if code in (ExitCode.DONE, ExitCode.STOPPED)]
+    return max(map(int, fine)) if fine else wait(ranks)
 
 
 def _first_failure(codes: Sequence[int | None]) -> int | None:

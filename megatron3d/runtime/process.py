@@ -14,7 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing import set_forkserver_preload
 from typing import TYPE_CHECKING, TypeVar
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    from megatron3d.runtime.watchdog import Watchdog
+    from megatron3d.runtime.members import Members
+    from megatron3d.runtime.watchdog import Losses, Watchdog
 
 T = TypeVar("T")
 ADDRESS_S = 20.0
@@ -49,6 +50,7 @@ class Runtime:
 
     Attributes:
         settings: what the process was set up with, by name, for the startup report.
+        members: all processes of an elastic run; None: the run ends when a rank is lost.
     """
 
     rank: int
@@ -57,6 +59,13 @@ class Runtime:
     device: torch.device
     watchdog: Watchdog | None = None
     settings: Mapping[str, str] = field(default_factory=dict)
+    members: Members | None = None
+
+    def in_epoch(self) -> Runtime:
+        """Return this process under the rank that it has now in an elastic run."""
+        assert self.members is not None, "only an elastic run has other ranks later"
+        env = self.members.env
+        return replace(self, rank=env.rank, world_size=env.world_size, watchdog=self.members.watchdog)
 
 
 def launcher_env() -> LauncherEnv:
@@ -71,7 +80,12 @@ def slurm_job() -> SlurmJob:
 
 @contextlib.contextmanager
 def start(
-    timeout_s: float = 600.0, on_cpu: bool = False, shares_gpus: bool = False, deterministic: bool = False
+    timeout_s: float = 600.0,
+    on_cpu: bool = False,
+    shares_gpus: bool = False,
+    deterministic: bool = False,
+    *,
+    elastic: bool = False,
 ) -> Iterator[Runtime]:
     """Choose the device and set up torch.distributed with the other ranks; tear it down at the end.
 
@@ -80,6 +94,7 @@ def start(
         on_cpu: compute on the CPU even if there is a GPU.
         shares_gpus: let several ranks compute on one GPU; they communicate over gloo, through host memory.
         deterministic: choose kernels that give the same bits in every run.
+        elastic: the processes can go on without some of them, unless the launcher ends them all then.
     """
     import torch
 
@@ -101,18 +116,56 @@ def start(
         yield Runtime(0, 1, env.local_rank, device, settings=settings)
         return
     backend = machine.CPU_BACKEND if shares_gpus else machine.backend_of(device.type)
-    with _process_group(env, backend, timeout_s), _watchdog(env, backend, timeout_s) as watchdog:
-        yield Runtime(env.rank, env.world_size, env.local_rank, device, watchdog, settings)
+    here = Runtime(env.rank, env.world_size, env.local_rank, device, settings=settings)
+    if elastic and outlives_others(env):
+        with _members(env, backend, timeout_s) as members:
+            yield replace(here, watchdog=members.watchdog, members=members)
+        return
+    with _process_group(env, backend, timeout_s), _watchdog(env, backend, timeout_s, _attempt()) as watchdog:
+        yield replace(here, watchdog=watchdog)
 
 
-def _watchdog(env: LauncherEnv, backend: str, timeout_s: float) -> Watchdog:
+def outlives_others(env: LauncherEnv) -> bool:
+    """Return whether a process can go on when another one has ended, as torchrun's agent lets none."""
+    from megatron3d.runtime.connections import can_shut_down
+
+    return not env.restarts_stopped and can_shut_down()
+
+
+@contextlib.contextmanager
+def _members(env: LauncherEnv, backend: str, timeout_s: float) -> Iterator[Members]:
+    """Connect the processes of an elastic run; at the end take leave of those of its last epoch."""
+    from megatron3d.runtime.members import Members
+
+    with Members(env, _Connect(backend, timeout_s), timeout_s) as members:
+        try:
+            yield members
+        except (RunFailed, UserError):
+            members.end(ExitCode.CRASH)
+            raise
+
+
+class _Connect:
+    """Connects and watches the ranks of an epoch of an elastic run."""
+
+    def __init__(self, backend: str, timeout_s: float) -> None:
+        self._backend, self._timeout_s = backend, timeout_s
+
+    def meet(self, env: LauncherEnv, epoch: int) -> TCPStore:
+        return _rendezvous(env, self._backend, self._timeout_s, epoch, is_server=env.rank == 0 and epoch == 0)
+
+    def watch(self, env: LauncherEnv, epoch: int, losses: Losses) -> Watchdog:
+        return _watchdog(env, self._backend, self._timeout_s, epoch, losses)
+
+
+def _watchdog(env: LauncherEnv, backend: str, timeout_s: float, attempt: int, losses: Losses | None = None) -> Watchdog:
     """Return a watchdog that ends this process after `timeout_s` without progress; the launcher ends the others."""
     from megatron3d.runtime.heartbeat import TcpStatusStore
     from megatron3d.runtime.watchdog import Watchdog
 
-    store = TcpStatusStore(env.address, env.port, _attempt())
+    store = TcpStatusStore(env.address, env.port, attempt)
     recorder = flight_recorder(backend) if os.environ.get("TORCH_FR_BUFFER_SIZE") != "0" else bytes
-    return Watchdog(store, env.rank, env.world_size, timeout_s, _exit_immediately, recorder)
+    return Watchdog(store, env.rank, env.world_size, timeout_s, _exit_immediately, recorder, losses=losses)
 
 
 def flight_recorder(backend: str) -> Callable[[], bytes]:
@@ -220,11 +273,25 @@ def num_cores() -> int:
 def _process_group(env: LauncherEnv, backend: str, timeout_s: float) -> Iterator[None]:
     import torch.distributed as dist
 
+    attempt = _attempt()
+    is_server = env.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    store = _rendezvous(env, backend, timeout_s, attempt, is_server)
+    try:
+        yield
+    except (RunFailed, UserError):  # which all ranks raise, the last one when it has read the others' problems
+        _take_leave(store, env, attempt, LEAVE_AFTER_ERROR_S if is_server else 0.0)
+        raise
+    dist.destroy_process_group()
+    _take_leave(store, env, attempt, LEAVE_S if is_server else 0.0)
+
+
+def _rendezvous(env: LauncherEnv, backend: str, timeout_s: float, attempt: int, is_server: bool) -> TCPStore:
+    """Make the process group of all ranks, and return the store that they meet at, which one of them serves."""
+    import torch.distributed as dist
+
     # No device_id: with one, torch splits each new communicator off the world's, for which every rank would have to
     # create every group, also those of other ranks' links.
     _require_address(env, timeout_s)
-    attempt = _attempt()
-    is_server = env.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
         store = dist.TCPStore(  # type: ignore[attr-defined]
             env.address,
@@ -248,13 +315,7 @@ def _process_group(env: LauncherEnv, backend: str, timeout_s: float) -> Iterator
             f"rank {env.rank} of {env.world_size}: rendezvous at {env.address}:{env.port} failed within "
             f"{timeout_s:.0f} s ({reason}): check that all were started and that the port is free and reachable"
         ) from error
-    try:
-        yield
-    except (RunFailed, UserError):  # which all ranks raise, the last one when it has read the others' problems
-        _take_leave(store, env, attempt, LEAVE_AFTER_ERROR_S if is_server else 0.0)
-        raise
-    dist.destroy_process_group()
-    _take_leave(store, env, attempt, LEAVE_S if is_server else 0.0)
+    return store
 
 
 def _require_address(env: LauncherEnv, timeout_s: float) -> None:
@@ -314,14 +375,15 @@ def run_program(main: Callable[[], int]) -> int:
     except Exception as error:
         if _env_or_default().world_size == 1:
             raise
-        _print_errors((_lost_rank(error) or traceback.format_exc(),))
+        lost = lost_rank(error)
+        _print_errors((f"ends, since another rank has ended: {lost}" if lost else traceback.format_exc(),))
         code = ExitCode.CRASH
     if code not in (ExitCode.DONE, ExitCode.STOPPED) and _env_or_default().world_size > 1:
         _exit_immediately(code)
     return code
 
 
-def _lost_rank(error: Exception) -> str | None:
+def lost_rank(error: Exception) -> str | None:
     """Return one line for a collective that failed since another rank has ended, whose own message says why."""
     from megatron3d.runtime.heartbeat import COLLECTIVES_FILES
     from megatron3d.runtime.watchdog import innermost_file
@@ -329,7 +391,7 @@ def _lost_rank(error: Exception) -> str | None:
     if innermost_file(error.__traceback__) not in COLLECTIVES_FILES or not _LOST.search(str(error)):
         return None
     what = str(error).partition("\n")[0].partition(". This is typically")[0]
-    return f"ends, since another rank has ended: {one_line(what)}"
+    return one_line(what)
 
 
 def let_rank_0_tell() -> int:

@@ -35,10 +35,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import NamedTuple
 
 from megatron3d.errors import UserError
 from megatron3d.runtime.files import write_bytes
-from megatron3d.runtime.heartbeat import COLLECTIVES_FILES, CollectiveStatus, Heartbeat, StatusStore, diagnose
+from megatron3d.runtime.heartbeat import (
+    COLLECTIVES_FILES,
+    CollectiveStatus,
+    Heartbeat,
+    StatusStore,
+    culprits,
+    diagnose,
+)
 
 PACKAGE = Path(__file__).parents[1]
 MAX_FRAMES = 4
@@ -87,11 +95,13 @@ def _other_threads_waiting() -> Iterator[None]:
             sys.setswitchinterval(interval_s)
 
 
-REPORTER, REPORTED, SAVED = "reporter", "reported", "bytes saved"
+REPORTER, REPORTED, SAVED, LOSS = "reporter", "reported", "bytes saved", "loss"
 # Intervals between heartbeats within which the ranks report, or end without a report.
 REPORT_INTERVALS = 20
 # Silence of a rank that is reported while the run goes on: a long call without a free interpreter is shorter.
 SILENT_S = 20.0
+# Silence after which ranks of an elastic run go on without the process, if its store does not answer either.
+ABSENT_S = 8.0
 LISTENED_INTERVALS = 10
 # Time without an iteration or a collective, at most this part of the timeout, after which stacks are read.
 SUSPECT_S, SUSPECT_PART = 60.0, 0.25
@@ -137,27 +147,45 @@ class Suspicion:
 
 
 class Silence:
-    """Notice that another rank's heartbeat is not renewed for `limit_s`, and that it is again."""
+    """Notice that another rank's heartbeat is not renewed for `limit_s`, and that it is again.
+
+    Attributes:
+        is_silent: whether it is not renewed now.
+    """
 
     def __init__(self, rank: int, limit_s: float) -> None:
         self._rank, self._limit_s = rank, limit_s
         self._last: str | None = None
         self._since_s: float | None = None
-        self._is_silent = False
+        self.is_silent = False
 
     def hear(self, text: str | None, now_s: float) -> str | None:
         """Return a message if the heartbeat read at `now_s` ends or begins a silence."""
         since_s = now_s if self._since_s is None else self._since_s
         if text != self._last or self._since_s is None:
-            was_silent, self._is_silent = self._is_silent, False
+            was_silent, self.is_silent = self.is_silent, False
             self._last, self._since_s = text, now_s
             return f"rank {self._rank} answers again, after {now_s - since_s:.0f} s" if was_silent else None
-        if self._is_silent or now_s - since_s < self._limit_s:
+        if self.is_silent or now_s - since_s < self._limit_s:
             return None
-        self._is_silent = True
+        self.is_silent = True
         beat = Heartbeat.from_json(text) if text else None
         last = f"{beat.process}; before that {beat.location}" if beat else "since it began"
         return f"rank {self._rank} has sent no heartbeat for {now_s - since_s:.0f} s {last}"
+
+
+class Losses(NamedTuple):
+    """What an elastic run does in place of ending when ranks are lost.
+
+    Attributes:
+        tell: is called with the reason, and the ranks that are known to be lost.
+        state: returns what is wrong with the process of a rank, whose heartbeats may have stopped; None: nothing.
+        keeper: returns what is wrong with the process that keeps the heartbeats, which does not take them; or None.
+    """
+
+    tell: Callable[[str, Sequence[int]], None]
+    state: Callable[[int, bool], str | None]
+    keeper: Callable[[], str | None]
 
 
 class Watchdog:
@@ -166,6 +194,7 @@ class Watchdog:
     Args:
         end_process: leaves the process immediately.
         trace: returns what torch recorded of the last collectives, for its tool `torchfrtrace`; empty for nothing.
+        losses: of an elastic run, whose process does not end.
     """
 
     def __init__(
@@ -176,7 +205,10 @@ class Watchdog:
         timeout_s: float,
         end_process: Callable[[], None],
         trace: Callable[[], bytes] = bytes,
+        *,
+        losses: Losses | None = None,
     ) -> None:
+        self._losses = losses
         self._store, self._rank, self._world_size = store, rank, world_size
         self._timeout_s, self._end_process, self._trace = timeout_s, end_process, trace
         self._interval_s = max(0.5, world_size / 500)
@@ -185,13 +217,18 @@ class Watchdog:
         self._progress_s = time.monotonic()
         self._suspicion = Suspicion(min(SUSPECT_S, SUSPECT_PART * timeout_s), lambda: program_stack(self._main))
         self._threads = [threading.Thread(target=run, daemon=True) for run in (self._watch, self._publish)]
+        if losses is not None:
+            self._threads.append(threading.Thread(target=self._find_losses, args=(losses,), daemon=True))
         self._next_rank = (rank + 1) % world_size
         self._silence = Silence(self._next_rank, max(SILENT_S, LISTENED_INTERVALS * self._interval_s))
+        self._absence = Silence(self._next_rank, max(ABSENT_S, LISTENED_INTERVALS * self._interval_s))
         self._iteration: Callable[[], int | None] = lambda: None
         self._collectives: Callable[[], CollectiveStatus] = CollectiveStatus
         self._folder: Path | None = None
         self._bytes_saved: Callable[[], int] = lambda: 0
         self._saved_by_all = 0
+        self._culprits: list[int] = []
+        self._published_s = time.monotonic()
 
     def follow(
         self,
@@ -221,12 +258,15 @@ class Watchdog:
     ) -> None:
         """Report which rank was lost if a collective failed; the heartbeats continue meanwhile."""
         is_crash = isinstance(error, Exception) and not isinstance(error, UserError)
-        if is_crash and innermost_file(trace) in COLLECTIVES_FILES:
+        if self._losses is not None:
+            self._stop.set()
+        elif is_crash and innermost_file(trace) in COLLECTIVES_FILES:
             self._save_trace()
             self._report(f"rank {self._rank} lost a connection")
         self._stop.set()
         for thread in self._threads:
-            thread.join(2 * self._interval_s + 10)  # a thread inside the store would abort the ending process
+            if thread is not threading.current_thread():
+                thread.join(2 * self._interval_s + 10)  # a thread inside the store would abort the ending process
 
     def _heartbeat(self, sequence: int) -> Heartbeat:
         done = self._collectives()
@@ -253,9 +293,40 @@ class Watchdog:
                 saved = self._bytes_saved()
                 self._saved_by_all = self._store.count(SAVED, saved - told)
                 told = saved
-                message = self._silence.hear(self._store.get(str(self._next_rank)), time.monotonic())
-                if message:
+                beat = self._store.get(str(self._next_rank))
+                if message := self._silence.hear(beat, time.monotonic()):
                     _print([message])
+                self._absence.hear(beat, time.monotonic())
+                if self._losses is not None and (loss := self._store.get(LOSS)) is not None:
+                    self._losses.tell(loss, ())
+                    return
+                self._published_s = time.monotonic()
+                continue
+            if self._losses is not None and not self._stop.is_set():
+                self._losses.tell("the store of the heartbeats cannot be reached", ())
+                return
+
+    def _find_losses(self, losses: Losses) -> None:
+        """Look what the process of the next rank does, and that which keeps the heartbeats, until stopped."""
+        while not self._stop.wait(self._interval_s):
+            if (problem := losses.state(self._next_rank, self._absence.is_silent)) is not None:
+                losses.tell(f"the process of rank {self._next_rank} {problem}", (self._next_rank,))
+                return
+            has_stalled = time.monotonic() - self._published_s > ABSENT_S
+            if has_stalled and (problem := losses.keeper()) is not None:
+                losses.tell(f"the process that keeps the heartbeats {problem}", ())
+                return
+
+    def tell_loss(self, reason: str) -> None:
+        """Let the other ranks know that some are lost, as far as the store answers in time."""
+
+        def tell() -> None:
+            with contextlib.suppress(OSError):
+                self._store.set(LOSS, reason)
+
+        teller = threading.Thread(target=tell, daemon=True)
+        teller.start()
+        teller.join(self._interval_s)
 
     def _watch(self) -> None:
         """Give up where this rank makes no progress, until stopped."""
@@ -269,6 +340,10 @@ class Watchdog:
 
     def _give_up(self) -> None:
         """Report, and end the process whatever becomes of the report; the heartbeats continue meanwhile."""
+        if self._losses is not None:
+            self._report(f"no progress for {self._timeout_s:.0f} s")
+            self._losses.tell(f"no progress for {self._timeout_s:.0f} s", self._culprits)
+            return
         threading.Thread(target=self._end_later, daemon=True).start()
         self._save_trace()
         self._report(f"no progress for {self._timeout_s:.0f} s")
@@ -307,13 +382,16 @@ class Watchdog:
             if self._store.claim(REPORTER):
                 before = self._reading()
                 time.sleep(3 * self._interval_s)
-                _print([reason, *diagnose(before, self._reading()), *self._traces()])
-                self._store.set(REPORTED, "yes")
+                after = self._reading()
+                _print([reason, *diagnose(before, after), *self._traces()])
+                self._culprits = culprits(before, after)
+                self._store.set(REPORTED, json.dumps(self._culprits))
                 time.sleep(self._interval_s)  # the store ends with rank 0
                 return
             end_s = time.monotonic() + 10 * self._interval_s
-            while self._store.get(REPORTED) is None and time.monotonic() < end_s:
+            while (reported := self._store.get(REPORTED)) is None and time.monotonic() < end_s:
                 time.sleep(0.1)
+            self._culprits = json.loads(reported) if reported else []
         except OSError as error:
             self._blame_store(reason, f"cannot be reached ({error})")
 

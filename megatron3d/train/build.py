@@ -87,6 +87,8 @@ def build_run(resolved: Resolved, runtime: Runtime, phases: StartupPhases) -> Ru
             if runtime.watchdog is not None:
                 runtime.watchdog.follow_saves(lambda: saver.num_bytes)
         memory = make_memory(state, comm, runtime.device)
+        if runtime.members is not None:
+            runtime.members.note_connections()
         resume(state, identity, comm, saver)
     if state.iteration == 0 and any(dataset.manifest is None for dataset in corpus.datasets):
         with phases("token ids of the corpus, which has no manifest"):

@@ -151,7 +151,7 @@ def _events(rows: Rows, bad: Rows) -> list[Cells]:
     shown = list(map(id, bad[:MAX_BAD_STEPS]))
     events = list[Cells]()
     for row in rows:
-        told: dict[str, str] = {kind: row[kind] for kind in ("rollback", "straggler", "stop") if kind in row}
+        told: dict[str, str] = {kind: row[kind] for kind in ("rollback", "replan", "straggler", "stop") if kind in row}
         if "start" in row:
             told["start"] = row["start"]["time"]
         if id(row) in shown:

@@ -1,0 +1,98 @@
+"""TCP connections of this process, shut down so that no thread waits for another rank any longer.
+
+A thread that waits inside gloo, or for a key of a store, can neither be interrupted nor told to give up: torch's abort
+of a process group does nothing with gloo.  When its connections end, all it waits for fails at once, as where the
+process at the other end has died.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Collection
+from enum import Enum
+from pathlib import Path
+
+_OPEN = Path("/proc/self/fd")
+
+
+def open_sockets() -> dict[str, int]:
+    """Return the sockets of this process, each with a file descriptor; nothing where the system does not list them."""
+    found: dict[str, int] = {}
+    for path in _OPEN.iterdir() if _OPEN.is_dir() else ():
+        with contextlib.suppress(OSError):  # it was closed meanwhile
+            name = str(path.readlink())
+            if name.startswith("socket:"):
+                found[name] = int(path.name)
+    return found
+
+
+def shut_down(names: Collection[str], kept_ports: Collection[int]) -> int:
+    """Shut down connections, and return how many; those that end at one of this process's `kept_ports` stay.
+
+    Args:
+        names: of `open_sockets`; those that were closed meanwhile are left out.
+    """
+    count = 0
+    for name, descriptor in open_sockets().items():
+        if name not in names:
+            continue
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+            if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getsockname()[1] not in kept_ports:
+                connection.getpeername()  # raises where it is not connected, as a server's that listens
+                connection.shutdown(socket.SHUT_RDWR)
+                count += 1
+    return count
+
+
+def can_shut_down() -> bool:
+    """Return whether the system lists the connections of a process."""
+    return _OPEN.is_dir()
+
+
+class Responder:
+    """Port of this process that answers whoever connects, in a thread: other processes see that it runs.
+
+    A store's server answers no sooner, and a client of it waits permanently where its process is stopped.
+    """
+
+    def __init__(self) -> None:
+        self._socket = socket.create_server(("", 0), backlog=1024)
+        self.port: int = self._socket.getsockname()[1]
+        threading.Thread(target=self._answer, name="responder", daemon=True).start()
+
+    def _answer(self) -> None:
+        while True:
+            with contextlib.suppress(OSError):
+                connection, _ = self._socket.accept()
+                with connection:
+                    connection.sendall(b"1")
+
+
+class Liveness(Enum):
+    """What is known of a process: it answers, it has ended, or it is stopped or its machine gone."""
+
+    YES = "answers"
+    ENDED = "has ended"
+    NONE = "does not answer"
+
+
+def ask(host: str, port: int, limit_s: float) -> Liveness:
+    """Return what a process's `Responder` says within a limit."""
+    try:
+        with socket.create_connection((host, port), limit_s) as connection:
+            return Liveness.YES if connection.recv(1) else Liveness.ENDED
+    except (ConnectionRefusedError, ConnectionResetError):
+        return Liveness.ENDED
+    except OSError:
+        return Liveness.NONE
+
+
+def local_address(host: str, port: int) -> str:
+    """Return the address of this machine by which `host` reaches it."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)  # sends nothing
+        return str(probe.getsockname()[0])

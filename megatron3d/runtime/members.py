@@ -1,0 +1,558 @@
+"""Processes of an elastic run: who is left when some are lost, who decides, and the ranks that they get.
+
+Every process serves a store of its own from the start, so that the death of none takes the others' meeting place:
+
+    lost    ->  sign in at the store of the lowest process that answers: the leader
+            ->  the leader waits for all that are not known to be dead, decides, and publishes ranks and layout
+            ->  the chosen connect under these ranks: the next epoch; the others stay signed in, as spares
+
+A process that comes too late finds a newer epoch without itself, and is a spare from then on.  A loss while an epoch
+connects begins another one.  All waits are bounded, but those of spares for the run's end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
+from typing import Any, NamedTuple, Protocol
+
+from megatron3d.errors import ExitCode, RunFailed
+from megatron3d.runtime.connections import Liveness, Responder, ask, local_address, open_sockets, shut_down
+from megatron3d.runtime.launcher_env import LauncherEnv
+from megatron3d.runtime.machine import GPU_BACKEND
+from megatron3d.runtime.watchdog import Losses, Watchdog
+
+# The leader waits so long for a process that may live but does not answer; one whose store answers, and which is late,
+# gets as long as a rank without progress.
+GRACE_S = 5.0
+# Limit for an answer of another process's store, and time between two looks for a process or a decision.
+ANSWER_S, POLL_S = 3.0, 0.05
+# Losses in a row without a step in between, after which a run fails.
+MAX_FRUITLESS = 5
+# The processes wait so long at the end until spares have read it.
+FAREWELL_S = 5.0
+# Limit for the wait at the end for ranks that are not there yet.
+LEAVE_S = 20.0
+# Processes whose stores are tried at once.
+PROBES = 32
+NEWS, ENDED = "news", "ended"
+
+
+class RanksLost(RuntimeError):
+    """Some ranks of an elastic run were lost: the others can go on without them."""
+
+
+class Member(NamedTuple):
+    """Process of an elastic run: its number, which is its first rank, and the ports of its store and its responder."""
+
+    number: int
+    host: str
+    port: int
+    responder: int
+    machine: str
+    pid: int
+
+    @property
+    def name(self) -> str:
+        """Number, host and process id in words."""
+        return f"{self.number} (host {self.machine}, process {self.pid})"
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """Processes that train together until one of them is lost, by their rank.
+
+    Attributes:
+        leader: the process whose store they meet at.
+        layout: what the planner chose for them, which all of them get.
+        lost: processes of the epoch before that were lost.
+        spares: processes that wait.
+        seconds: time that the leader took for each part of the decision.
+    """
+
+    number: int
+    members: tuple[int, ...]
+    leader: int = 0
+    layout: Mapping[str, Any] = field(default_factory=dict)
+    lost: tuple[int, ...] = ()
+    spares: tuple[int, ...] = ()
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+    @staticmethod
+    def of(values: Mapping[str, Any]) -> Epoch:
+        """Return the epoch that was published as a dictionary."""
+        lists = {name: tuple(values[name]) for name in ("members", "lost", "spares")}
+        return Epoch(**{**values, **lists})
+
+
+@dataclass(frozen=True)
+class Note:
+    """What a process signs in with: its try, the last epoch that it knows, and whom it knows to be lost."""
+
+    attempt: int
+    epoch: Epoch
+    lost: tuple[int, ...]
+
+    @staticmethod
+    def of(text: str | bytes) -> Note:
+        """Return the note that was written as `json.dumps(asdict(note))`."""
+        values = json.loads(text)
+        return Note(values["attempt"], Epoch.of(values["epoch"]), tuple(values["lost"]))
+
+
+class Planner(Protocol):
+    """Chooses the layout of an epoch on at most N ranks: its number of ranks, and the layout."""
+
+    def __call__(self, num_ranks: int) -> tuple[int, Mapping[str, Any]]: ...
+
+
+class Connect(Protocol):
+    """Connects the ranks of an epoch, and watches them."""
+
+    def meet(self, env: LauncherEnv, epoch: int) -> Any:
+        """Make the process group of all ranks, and return the store that they meet at."""
+
+    def watch(self, env: LauncherEnv, epoch: int, losses: Losses) -> Watchdog:
+        """Return a watchdog that tells `losses` instead of ending this process."""
+
+
+class Members:
+    """All processes of an elastic run, seen from one of them; while entered, it is connected with the others.
+
+    Args:
+        env: the launcher's; its store is the meeting place of the first epoch.
+        limit_s: time that a live process may take to sign in.
+
+    Attributes:
+        epoch: the one that this process trains in, or was in last.
+        env: rank, world size and meeting place in that epoch.
+        watchdog: that of the epoch.
+        store: the meeting place; None in an epoch without other ranks.
+        lost_at_s: time of the last loss, as this process noticed it; connect_s: seconds until the ranks had met again.
+    """
+
+    def __init__(self, env: LauncherEnv, connect: Connect, limit_s: float) -> None:
+        self._first, self.env, self._connect, self._limit_s = env, env, connect, limit_s
+        self._loss_lock, self._lost = threading.Lock(), threading.Event()
+        self._reason, self._blamed = "", set[int]()
+        self._dead = set[int]()
+        self._attempt = self._num_fruitless = 0
+        self.lost_at_s = self.connect_s = 0.0
+        self.watchdog: Watchdog | None = None
+        self.store: Any = None
+        self._responder = Responder()
+        self._server = _serve_store()
+        self._kept = {*open_sockets()}  # connections of other parts of the process, and to its own store
+        self._made: set[str] | None = None
+        self.book: dict[int, Member] = {}
+        self.epoch = Epoch(0, tuple(range(env.world_size)))
+
+    @property
+    def number(self) -> int:
+        """Number of this process."""
+        return self._first.rank
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this process serves the store of the epoch."""
+        return self.number == self.epoch.leader
+
+    def __enter__(self) -> Members:
+        self.store = self._connect.meet(self._first, 0)
+        host = local_address(self._first.address, self._first.port)
+        mine = Member(self.number, host, self._server.port, self._responder.port, socket.gethostname(), os.getpid())
+        self.store.set(f"member/{self.number}", json.dumps(mine))
+        texts = self.store.multi_get([f"member/{number}" for number in range(self._first.world_size)])
+        self.book = {number: Member(*json.loads(text)) for number, text in enumerate(texts)}
+        self._watch()
+        return self
+
+    def _watch(self) -> None:
+        self.watchdog = self._connect.watch(
+            self.env, self.epoch.number, Losses(self._lose, self._state_of, self._state_of_keeper)
+        ).__enter__()
+
+    def note_connections(self) -> None:
+        """Take the connections that exist now for those of this epoch; later ones are no concern of other ranks."""
+        self._made = {*open_sockets()} - self._kept
+
+    # A loss
+
+    def _lose(self, reason: str, ranks: Sequence[int] = ()) -> None:
+        """Note that ranks of this epoch are lost, and end all waits for other ranks; called from any thread."""
+        members = {self.epoch.members[rank] for rank in ranks}
+        with self._loss_lock:
+            self._blamed |= members
+            if self._lost.is_set():
+                return
+            self._reason, self.lost_at_s = reason, time.time()
+            self._lost.set()
+        if self.number in members:
+            print(f"> rank {self.env.rank} ends: the other ranks go on without it", file=sys.stderr, flush=True)
+            os._exit(ExitCode.CRASH)
+        if self.watchdog is not None:
+            self.watchdog.tell_loss(reason)
+        _abort_groups()
+        shut_down(self._made or {*open_sockets()} - self._kept, self._ports())
+
+    def _ports(self) -> set[int]:
+        """Return the ports that this process serves: other processes still need them."""
+        own = {self._server.port, self._responder.port}
+        return own | {self._first.port} if self.number == 0 else own
+
+    def is_loss(self, error: BaseException, is_connection: bool) -> bool:
+        """Return whether an exception means that ranks are lost, and this process can go on without them.
+
+        Args:
+            is_connection: the exception is of a connection to another rank.
+        """
+        if not isinstance(error, Exception) or not (self._lost.is_set() or is_connection):
+            return False
+        self._lose(f"rank {self.env.rank} lost a connection")
+        return True
+
+    # The next epoch
+
+    def regroup(self, plan: Planner, made_progress: bool) -> Epoch | ExitCode:
+        """Leave the epoch, agree on the next one, and connect; return it, or the exit code of a run that has ended.
+
+        A spare returns when it gets a rank, or when the run ends.  Raises RunFailed where the others cannot go on, and
+        RanksLost where more are lost meanwhile: the caller tries again.
+        """
+        self._num_fruitless = 0 if made_progress else self._num_fruitless + 1
+        if self._num_fruitless > MAX_FRUITLESS:
+            raise RunFailed(f"ranks were lost {self._num_fruitless} times in a row without a step in between")
+        print(f"> rank {self.env.rank}: {self._reason}", file=sys.stderr, flush=True)
+        self._leave_epoch()
+        decided = self._agree(plan)
+        if isinstance(decided, ExitCode):
+            return decided
+        self._stop_culprits(decided)
+        self._begin_epoch(decided)
+        return decided
+
+    def _leave_epoch(self) -> None:
+        """Stop the watchdog and forget the process groups of this epoch, whose connections have ended."""
+        self._stop_watching()
+        _destroy_groups()
+        self.store = None
+
+    def _stop_watching(self) -> None:
+        if self.watchdog is not None:
+            self.watchdog.__exit__(None, None, None)
+            self.watchdog = None
+
+    def _begin_epoch(self, epoch: Epoch) -> None:
+        """Connect with the other ranks of an epoch; raises RanksLost where one of them is not there in time."""
+        leader, rank = self.book[epoch.leader], epoch.members.index(self.number)
+        self._fresh_loss()
+        self.epoch, self._made = epoch, None
+        self._kept = {*open_sockets()}
+        began_s = time.monotonic()
+        self.env = replace(self._first, rank=rank, world_size=len(epoch.members), address=leader.host, port=leader.port)
+        if len(epoch.members) == 1:
+            return
+        try:
+            self._watch()
+            self.store = self._connect.meet(self.env, epoch.number)
+        except (RuntimeError, OSError, ValueError) as error:
+            self._lose(f"rank {rank} cannot connect: {str(error).splitlines()[0]}")
+            raise RanksLost(self._reason) from None
+        self.connect_s = time.monotonic() - began_s
+
+    def _fresh_loss(self) -> None:
+        with self._loss_lock:
+            self._blamed, self._reason = set(), ""
+            self._lost.clear()
+
+    def _stop_culprits(self, epoch: Epoch) -> None:
+        """End lost processes on this machine, which may only be stopped: one that goes on later would do harm."""
+        here = socket.gethostname()
+        for number in epoch.lost:
+            if self.book[number].machine == here:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(self.book[number].pid, signal.SIGKILL)
+
+    def _agree(self, plan: Planner) -> Epoch | ExitCode:
+        """Return the next epoch that this process is in, or the exit code of the run."""
+        self._attempt += 1
+        while True:
+            leader, store = self._find_leader()
+            decided = self._lead(plan) if store is None else self._follow(leader, store)
+            if decided is not None:
+                return decided
+
+    def _find_leader(self) -> tuple[int, Any]:
+        """Return the lowest process that answers, and a connection to its store: None where it is this process."""
+        silent = set[str]()
+        for number, member in sorted(self.book.items()):
+            if number == self.number:
+                break
+            if number in self._dead or number in self._blamed or member.machine in silent:
+                continue
+            if (store := self._reach(number)) is not None:
+                return number, store
+            if number not in self._dead and member.machine != socket.gethostname():
+                silent.add(member.machine)
+        return self.number, None
+
+    def _ask(self, number: int) -> Liveness:
+        """Return what is known of a process now; that it has ended is kept."""
+        member = self.book[number]
+        answer = ask(member.host, member.responder, ANSWER_S)
+        if answer is Liveness.ENDED:
+            self._dead.add(number)
+        return answer
+
+    def _reach(self, number: int) -> Any:
+        """Return a connection to a process's store; None where it does not answer."""
+        if self._ask(number) is not Liveness.YES:
+            return None
+        with contextlib.suppress(RuntimeError):
+            return _connect_store(self.book[number])
+        return None
+
+    def _state_of(self, rank: int, is_silent: bool) -> str | None:
+        """Return what is wrong with the process of a rank: one that only does not answer may be late."""
+        answer = self._ask(self.epoch.members[rank])
+        return answer.value if answer is Liveness.ENDED or (is_silent and answer is Liveness.NONE) else None
+
+    def _state_of_keeper(self) -> str | None:
+        """Return what is wrong with the process whose store this epoch uses, which takes no heartbeats."""
+        answer = self._ask(self.epoch.leader)
+        if answer is Liveness.NONE:
+            self._blamed.add(self.epoch.leader)
+        return None if answer is Liveness.YES else answer.value
+
+    def _note(self) -> Note:
+        return Note(self._attempt, self.epoch, tuple(sorted(self._blamed | self._dead)))
+
+    # As one of the others
+
+    def _follow(self, leader: int, store: Any) -> Epoch | ExitCode | None:
+        """Sign in and wait for a decision; None: the leader does not answer any more, or takes too long."""
+        end_s = time.monotonic() + 2 * self._limit_s + 2 * GRACE_S
+        key = f"decision/{self.number}/{self._attempt}"
+        next_s = 0.0
+        guard = self._guard(leader)
+        try:
+            store.set(f"present/{self.number}", json.dumps(asdict(self._note())))
+            while not store.check([key]):
+                time.sleep(POLL_S)
+                if time.monotonic() < next_s:
+                    continue
+                next_s = time.monotonic() + 10 * POLL_S
+                if store.check([ENDED]):
+                    return self._bid_farewell(store)
+                if store.check([NEWS]):
+                    self._hear(Epoch.of(json.loads(store.get(NEWS))))
+                if self.number in self.epoch.members and time.monotonic() > end_s:
+                    self._blamed.add(leader)
+                    return None
+            values = json.loads(store.get(key))
+        except RuntimeError:
+            self._ask(leader)
+            return None
+        finally:
+            guard.set()
+        if "failed" in values:
+            raise RunFailed(values["failed"])
+        return Epoch.of(values)
+
+    def _guard(self, leader: int) -> threading.Event:
+        """End the connection to the leader's store where it does not answer, until the event is set."""
+        done, names = threading.Event(), {*open_sockets()} - self._kept
+
+        def watch() -> None:
+            while not done.wait(1.0):
+                if self._ask(leader) is not Liveness.YES and self._ask(leader) is not Liveness.YES:
+                    shut_down(names, self._ports())
+                    return
+
+        threading.Thread(target=watch, daemon=True).start()
+        return done
+
+    def _hear(self, news: Epoch) -> None:
+        """Become a spare where the others have begun an epoch without this process."""
+        if news.number <= self.epoch.number or self.number in news.members:
+            return
+        if self.number in self.epoch.members:
+            print(f"> rank {self.env.rank} is spare: {len(news.members)} ranks train", file=sys.stderr, flush=True)
+        self.epoch = news
+
+    def _bid_farewell(self, store: Any) -> ExitCode:
+        """Return the exit code of the run, and say that this spare has read it."""
+        code = ExitCode(int(store.get(ENDED)))
+        store.add("farewells", 1)
+        return code
+
+    # As the leader
+
+    def _lead(self, plan: Planner) -> Epoch | ExitCode | None:
+        """Wait for the others, decide, and publish the decision."""
+        began_s = time.monotonic()
+        notes = self._wait_for_notes()
+        if notes is None:
+            return ExitCode(int(self._server.get(ENDED)))
+        newest = _newest(notes)
+        lost = {number for note in notes.values() for number in note.lost} - {self.number}
+        here = sorted({*notes} - lost)
+        agreed_s = time.monotonic()
+        try:
+            members, layout = _choose(newest, here, plan)
+        except Exception as error:
+            self._publish(here, notes, {"failed": str(error)})
+            raise RunFailed(str(error)) from error
+        gone = tuple(sorted({*newest.members} - {*here}))
+        seconds = {"agree": agreed_s - began_s, "plan": time.monotonic() - agreed_s}
+        spares = tuple(each for each in here if each not in members)
+        epoch = Epoch(1 + newest.number, members, self.number, layout, gone, spares, seconds)
+        self._server.set(NEWS, json.dumps(asdict(epoch)))
+        self._publish(members, notes, asdict(epoch))
+        if self.number in members:
+            return epoch
+        self.epoch = epoch
+        return None
+
+    def _publish(self, numbers: Sequence[int], notes: Mapping[int, Note], decision: Mapping[str, Any]) -> None:
+        for number in numbers:
+            if number != self.number:
+                self._server.set(f"decision/{number}/{notes[number].attempt}", json.dumps(decision))
+                self._server.delete_key(f"present/{number}")
+
+    def _wait_for_notes(self) -> dict[int, Note] | None:
+        """Return the notes of all processes that are here, this one's included; None where the run has ended.
+
+        A spare that leads waits until one that trained has signed in, or none of them is left.
+        """
+        began_s, silent = time.monotonic(), set[int]()
+        while not self._server.check([ENDED]):
+            notes = dict(self._valid_notes())
+            members = _newest(notes).members
+            known = {number for note in notes.values() for number in note.lost} | self._dead | silent
+            missing = [each for each in members if each not in notes and each not in known]
+            has_active = any(number in members for number in notes)
+            if not missing:
+                return notes
+            waited_s = time.monotonic() - began_s
+            self._probe(missing)
+            if waited_s > GRACE_S and has_active:
+                silent |= {each for each in missing if self._ask(each) is not Liveness.YES}
+            if waited_s > self._limit_s + GRACE_S and has_active:
+                silent |= {*missing}
+            time.sleep(POLL_S if has_active else 10 * POLL_S)
+        return None
+
+    def _valid_notes(self) -> Iterator[tuple[int, Note]]:
+        """Yield all notes but those from before an epoch that their process has trained in since."""
+        notes = {self.number: self._note()}
+        for number in self.book:
+            if number != self.number and self._server.check([f"present/{number}"]):
+                notes[number] = Note.of(self._server.get(f"present/{number}"))
+        newest = _newest(notes)
+        for number, note in notes.items():
+            if number not in newest.members or note.epoch.number == newest.number:
+                yield number, note
+
+    def _probe(self, numbers: Sequence[int]) -> None:
+        """Find out which of some processes have ended, many at once."""
+        with ThreadPoolExecutor(PROBES) as pool:
+            list(pool.map(self._ask, numbers))
+
+    # The end
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if self.watchdog is not None:
+            self.watchdog.__exit__(kind, error, trace)  # type: ignore[arg-type]
+
+    def end(self, code: int) -> None:
+        """Leave a run that has ended when all its ranks do, so that none takes the first one's end for a loss.
+
+        Spares are told; the process whose store they wait at waits until they have read it.
+        """
+        if self.number not in self.epoch.members:
+            return
+        self._stop_watching()
+        if self.store is not None:
+            with contextlib.suppress(RuntimeError):
+                self._leave_together(self.store)
+            _destroy_groups()
+        if not self.epoch.spares or not (self.is_leader or self.env.rank == 0):
+            return
+        store = self._server if self.is_leader else self._reach(self.epoch.leader)
+        if store is not None:
+            with contextlib.suppress(RuntimeError):
+                store.set(ENDED, str(int(code)))
+        end_s = time.monotonic() + FAREWELL_S * self.is_leader
+        while self._server.add("farewells", 0) < len(self.epoch.spares) and time.monotonic() < end_s:
+            time.sleep(POLL_S)
+
+    def _leave_together(self, store: Any) -> None:
+        """Wait until all ranks of the epoch are here."""
+        count, all_left = f"left epoch {self.epoch.number}", f"all left epoch {self.epoch.number}"
+        num_left, end_s = store.add(count, 1), time.monotonic() + LEAVE_S
+        while self.env.rank == 0 and num_left < self.env.world_size and time.monotonic() < end_s:
+            time.sleep(POLL_S)
+            num_left = store.add(count, 0)
+        if self.env.rank == 0:
+            store.set(all_left, "")
+        store.wait([all_left], timedelta(seconds=LEAVE_S))
+
+
+def _serve_store() -> Any:
+    """Return a store that this process serves, at any free port."""
+    import torch.distributed as dist
+
+    return dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+
+
+def _connect_store(member: Member) -> Any:
+    """Return a connection to another process's store; raises RuntimeError where it has ended."""
+    import torch.distributed as dist
+
+    limit = timedelta(seconds=ANSWER_S)
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        member.host, member.port, is_master=False, timeout=limit, wait_for_workers=False
+    )
+
+
+def _abort_groups() -> None:
+    """Abort collectives of GPUs, whose kernels wait for other ranks; gloo's end with its connections."""
+    import torch.distributed as dist
+
+    if dist.is_initialized() and dist.get_backend() == GPU_BACKEND:
+        dist.distributed_c10d._abort_process_group()
+
+
+def _destroy_groups() -> None:
+    """Forget all process groups, whatever state they are in."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        with contextlib.suppress(RuntimeError, ValueError):
+            dist.destroy_process_group()
+
+
+def _newest(notes: Mapping[int, Note]) -> Epoch:
+    """Return the last epoch that any process knows."""
+    return max((note.epoch for note in notes.values()), key=lambda epoch: epoch.number)
+
+
+def _choose(before: Epoch, here: Sequence[int], plan: Planner) -> tuple[tuple[int, ...], Mapping[str, Any]]:
+    """Return the processes of the next ranks and their layout: spares in place of the lost ones, or another layout."""
+    extra = [each for each in here if each not in before.members]
+    if len(here) >= len(before.members):
+        return tuple(each if each in here else extra.pop(0) for each in before.members), before.layout
+    num_ranks, layout = plan(len(here))
+    survivors = [each for each in here if each in before.members]
+    return tuple(sorted([*survivors, *extra][:num_ranks])), layout

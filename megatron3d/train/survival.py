@@ -1,0 +1,146 @@
+"""Training that goes on when ranks are lost: fewer ranks, another layout, the same global batch.
+
+    train  ->  ranks are lost  ->  agree, plan, connect  ->  build in the new layout, load  ->  train
+                                        |
+                                        spares wait, and take the place of the next rank that is lost
+
+The order of samples is a function of their index, so that the same global batches follow in any layout.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from megatron3d.config.read import Resolved
+from megatron3d.config.run_spec import RunSpec
+from megatron3d.errors import ExitCode
+from megatron3d.forecast.search.nearby import describe_layout, differences, nearby_layout, with_changes
+from megatron3d.runtime.members import Epoch, RanksLost
+from megatron3d.runtime.process import Runtime, lost_rank
+from megatron3d.runtime.program import StartupPhases, StopSignal
+from megatron3d.train.build import build_run
+from megatron3d.train.loop import train
+from megatron3d.train.monitor.reports import report_end
+from megatron3d.train.run import Run
+
+
+class Training:
+    """One process's part in a run, through all losses of ranks.
+
+    Attributes:
+        run: the run in its present layout; None before it is built, and while this process is spare.
+    """
+
+    def __init__(self, resolved: Resolved, here: Runtime, phases: StartupPhases, stop: StopSignal) -> None:
+        self._first, self._resolved, self._here, self._phases, self._stop = resolved, resolved, here, phases, stop
+        self._spec: RunSpec | None = None
+        self._began_at = 0
+        self.run: Run | None = None
+
+    def close(self) -> None:
+        """Close the metrics, and release the folder."""
+        if self.run is not None:
+            self.run.close()
+
+    def finish(self) -> int:
+        """Train to the run's end, also if ranks are lost meanwhile; return the exit code."""
+        epoch: Epoch | None = None
+        while True:
+            code = self._train(epoch)
+            if code is not None:
+                return code
+            made_progress = self.run is not None and self.run.state.iteration > self._began_at
+            self.close()
+            self.run = None
+            gc.collect()  # of the lost epoch's state what refers to itself
+            found = self._regroup(made_progress)
+            if isinstance(found, ExitCode):
+                return found
+            epoch = found
+
+    def _train(self, epoch: Epoch | None) -> int | None:
+        """Build the run and train; return None where ranks are lost and others can go on."""
+        here, members = self._here, self._here.members
+        try:
+            self.run = run = build_run(self._resolved, here, self._phases)
+            self._spec, self._began_at = run.spec, run.state.iteration
+            if here.rank == 0:
+                self._tell_ready(run, epoch)
+            code = train(run, self._stop)
+            if here.rank == 0:
+                print("\n".join(f"> {line}" for line in report_end(run)), flush=True)
+            if members is not None:
+                members.end(code)
+            return code
+        except Exception as error:
+            if members is None or not members.is_loss(error, lost_rank(error) is not None):
+                raise
+        return None
+
+    def _tell_ready(self, run: Run, epoch: Epoch | None) -> None:
+        """Say that training begins, or goes on: in words and, after a loss, as a row of the metrics."""
+        if epoch is None:
+            print(f"> ready after {self._phases.total_s:.2f} s; training", flush=True)
+            return
+        members = self._here.members
+        assert members is not None and run.metrics is not None, "rank 0 of an elastic run tells"
+        spent = dict(self._phases.durations)
+        connect_s = members.connect_s + spent.pop("process groups")
+        restore_s = spent.pop("model and optimizer") + spent.pop("checkpoint")
+        seconds = {**epoch.seconds, "connect": connect_s, "restore": restore_s, "rest": sum(spent.values())}
+        details = {
+            "lost": list(epoch.lost),
+            "members": list(epoch.members),
+            "spares": list(epoch.spares),
+            "lost_at": members.lost_at_s,
+            "seconds": {name: round(each, 3) for name, each in seconds.items()},
+            "layout": describe_layout(run.spec),
+            **{name: epoch.layout[name] for name in ("before", "slowdown", "is_predicted") if name in epoch.layout},
+        }
+        run.metrics.replan(run.state.iteration, _message(epoch, run, sum(seconds.values())), details)
+
+    def _regroup(self, made_progress: bool) -> Epoch | ExitCode:
+        """Find out who is left, and connect with them; as a spare, wait until this process gets a rank."""
+        members = self._here.members
+        assert members is not None, "only an elastic run goes on"
+        while True:
+            try:
+                found = members.regroup(self._plan, made_progress)
+            except RanksLost as lost:
+                print(f"> {lost}", file=sys.stderr, flush=True)
+                made_progress = False
+                continue
+            if isinstance(found, Epoch):
+                self._here = self._here.in_epoch()
+                config = with_changes(self._first.config, found.layout.get("changes", {}))
+                self._resolved = replace(self._first, config=config)
+                self._phases = StartupPhases(printing=self._here.rank == 0)
+            return found
+
+    def _plan(self, num_ranks: int) -> tuple[int, Mapping[str, Any]]:
+        """Return the number of ranks, and the layout, for the ranks that are left."""
+        assert self._spec is not None, "the run has been built once"
+        chosen = nearby_layout(self._spec, num_ranks, self._first.config.logging.cluster)
+        return chosen.num_ranks, {
+            "changes": differences(self._first.config, chosen.config),
+            "before": describe_layout(self._spec),
+            "slowdown": chosen.slowdown,
+            "is_predicted": chosen.is_predicted,
+        }
+
+
+def _message(epoch: Epoch, run: Run, seconds: float) -> str:
+    """Return what was lost, and how the run goes on, in words."""
+    lost = ", ".join(map(str, epoch.lost)) or "none"
+    now = f"{run.runtime.world_size} ranks, {describe_layout(run.spec)}"
+    spares = f", {len(epoch.spares)} spare" * bool(epoch.spares)
+    slowdown = f"; a step takes {epoch.layout['slowdown']:.2f} times as long" if "slowdown" in epoch.layout else ""
+    predicted = ", as predicted" if epoch.layout.get("is_predicted") else ", if it scales with the ranks"
+    return (
+        f"lost processes: {lost}; training goes on from iteration {run.state.iteration} after {seconds:.1f} s "
+        f"on {now}{spares}{slowdown}{predicted * bool(slowdown)}"
+    )

@@ -1,0 +1,178 @@
+"""Fact: an elastic run that loses ranks goes on in another layout, with the losses of an undisturbed run."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron3d.errors import ExitCode
+from megatron3d.metrics.journal import read_journal
+from tests.support.tiny_run import launch_forked, launch_local, launch_ranks, steps, write_config
+
+ITERS = 16
+KEYS = ["train.precision=fp64", f"train.train_iters={ITERS}", "train.micro_batch_size=1", "optimizer.lr=1e-3"]
+KEYS += ["checkpoint.save_interval=3", "train.elastic=true"]
+TOLERANCE = 1e-10
+# Bound to a step, in the order of training: a rank ends its process, hangs, or sleeps there.
+PROGRAM = """
+import os, signal, sys, time
+from megatron3d.runtime import process
+import pretrain_gpt
+preload = pretrain_gpt.preload
+if __name__ == "__main__":
+    from megatron3d.train import {module} as place
+    calls, inner = [], place.{function}
+    def disturbed(*arguments, **options):
+        calls.append(1)
+        if (int(os.environ["RANK"]), len(calls)) in {moments}:
+            {act}
+        return inner(*arguments, **options)
+    place.{function} = disturbed
+    sys.exit(process.run_program(pretrain_gpt.main))
+"""
+DIE, STOP, HANG = "os.kill(os.getpid(), signal.SIGKILL)", "os.kill(os.getpid(), signal.SIGSTOP)", "time.sleep(1000)"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Losses of a run of one rank."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    (rank,) = launch_ranks(["pretrain_gpt.py", "--config", str(write_config(folder)), *KEYS], 1)
+    _, errors = rank.communicate(timeout=120)
+    assert rank.returncode == ExitCode.DONE, errors
+    return [loss for _, loss, _ in steps(folder / "run")]
+
+
+def program(folder: Path, place: str, moments: Sequence[tuple[int, int]], act: str = DIE) -> str:
+    """Write the program whose ranks act before a call of a function of `train`, and return its path.
+
+    Args:
+        moments: rank, as it was at the start, and number of the call in its process.
+    """
+    module, function = place.split(".")
+    path = folder / "disturbed.py"
+    path.write_text(PROGRAM.format(module=module, function=function, moments=moments, act=act))
+    return str(path)
+
+
+def survive(folder: Path, num_ranks: int, path: str, *keys: str) -> str:
+    """Run a disturbed program; require that it ends well, and return what its processes said."""
+    launched = launch_forked(path, num_ranks, "--config", str(write_config(folder)), *KEYS, *keys)
+    try:
+        out, errors = launched.communicate(timeout=150)
+    finally:
+        launched.kill()
+    assert launched.returncode == ExitCode.DONE, errors
+    return out + errors
+
+
+def replans(folder: Path) -> list[dict[str, Any]]:
+    """Return the details of each layout that the run has gone on in."""
+    return [dict(row["replan_details"]) for row in read_journal(folder / "run" / "metrics.jsonl") if "replan" in row]
+
+
+def assert_equal(folder: Path, losses: list[float]) -> None:
+    """Require that every step is there once, with the loss of the undisturbed run."""
+    found = steps(folder / "run")
+    assert [iteration for iteration, _, _ in found] == list(range(1, ITERS + 1))
+    assert max(abs(loss - other) for (_, loss, _), other in zip(found, losses, strict=True)) < TOLERANCE
+
+
+LAYOUTS = {
+    "zero 1": ["parallel.zero_stage=1"],
+    "zero 3": ["parallel.zero_stage=3"],
+    "pipeline": ["parallel.pipeline_model_parallel_size=2"],
+    "1d": ["parallel.tensor_model_parallel_size=2", "parallel.zero_stage=1"],
+    "2d": ["parallel.tensor_parallel_mode=2d", "parallel.tensor_parallel_shape=[2,2]", "train.micro_batch_size=2"],
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "lost"), [("zero 1", (3,)), ("zero 3", (0,)), ("pipeline", (1, 2)), ("1d", (2,)), ("2d", (0, 1, 2))]
+)
+def test_losses_are_those_of_an_undisturbed_run(
+    tmp_path: Path, undisturbed: list[float], layout: str, lost: tuple[int, ...]
+) -> None:
+    survive(tmp_path, 4, program(tmp_path, "loop.train_step", [(rank, 8) for rank in lost]), *LAYOUTS[layout])
+    assert_equal(tmp_path, undisturbed)
+    (details,) = replans(tmp_path)
+    assert details["lost"] == list(lost) and not {*details["members"]} & {*lost}
+    assert {"agree", "plan", "connect", "restore"} <= details["seconds"].keys()
+
+
+def test_a_spare_takes_the_place_of_the_next_rank_that_is_lost(tmp_path: Path, undisturbed: list[float]) -> None:
+    """Three of four ranks are left, of which two train: when one of these ends, the third does its work."""
+    survive(tmp_path, 4, program(tmp_path, "loop.train_step", [(3, 6), (0, 10)]))
+    assert_equal(tmp_path, undisturbed)
+    first, second = replans(tmp_path)
+    assert (first["members"], first["spares"]) == ([0, 1], [2])
+    assert (second["lost"], second["members"], second["spares"]) == ([0], [2, 1], [])
+
+
+def test_a_second_loss_while_the_ranks_connect(tmp_path: Path, undisturbed: list[float]) -> None:
+    """Rank 3 ends before its second save of the first epoch; rank 1 then when the second epoch builds its groups."""
+    path = Path(program(tmp_path, "loop.save", [(3, 2)]))
+    dies = (
+        "    import megatron3d.train.build as build\n    connect, made = build.connect, []\n    def connects(spec):\n"
+    )
+    dies += "        made.append(1)\n        if (os.environ['RANK'], len(made)) == ('1', 2):\n            "
+    dies += DIE + "\n        return connect(spec)\n    build.connect = connects\n    sys.exit"
+    path.write_text(path.read_text().replace("    sys.exit", dies))
+    survive(tmp_path, 4, str(path))
+    assert_equal(tmp_path, undisturbed)
+    assert replans(tmp_path)[-1]["members"] == [0, 2]
+
+
+@pytest.mark.parametrize("is_async", ["true", "false"])
+def test_a_loss_while_a_checkpoint_is_saved(tmp_path: Path, undisturbed: list[float], is_async: str) -> None:
+    survive(tmp_path, 4, program(tmp_path, "loop.save", [(1, 2)]), f"checkpoint.async_save={is_async}")
+    assert_equal(tmp_path, undisturbed)
+
+
+def test_a_rank_that_hangs_is_left_out(tmp_path: Path, undisturbed: list[float]) -> None:
+    path = program(tmp_path, "loop.train_step", [(2, 7)], HANG)
+    text = survive(tmp_path, 4, path, "train.distributed_timeout_minutes=0.1")
+    assert_equal(tmp_path, undisturbed)
+    assert "rank 2 keeps the others waiting" in text and replans(tmp_path)[0]["lost"] == [2]
+
+
+def test_a_rank_that_is_late_is_no_loss(tmp_path: Path, undisturbed: list[float]) -> None:
+    """It sleeps for longer than a dead process is noticed in, but answers."""
+    survive(tmp_path, 4, program(tmp_path, "loop.train_step", [(2, 7)], "time.sleep(4)"))
+    assert_equal(tmp_path, undisturbed)
+    assert replans(tmp_path) == []
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_stopped_process_is_left_out_and_killed(tmp_path: Path, rank: int) -> None:
+    began_s = time.monotonic()
+    survive(tmp_path, 4, program(tmp_path, "loop.train_step", [(rank, 7)], STOP))
+    assert replans(tmp_path)[0]["lost"] == [rank] and time.monotonic() - began_s < 60
+
+
+def test_the_launcher_lets_the_others_finish(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    launched = launch_local(4, "--config", str(config), *KEYS, "train.train_iters=100000", "checkpoint.save_interval=9")
+    assert launched.stdout is not None and launched.stderr is not None
+    assert any("iteration       11/" in line for line in launched.stdout)
+    children = subprocess.run(["pgrep", "-P", str(launched.pid)], capture_output=True, text=True, check=True)
+    pids = list(map(int, children.stdout.split()))
+    subprocess.run(["kill", "-9", str(pids[1])], check=True)
+    assert any("> lost processes: 1;" in line for line in launched.stdout)
+    launched.send_signal(signal.SIGTERM)
+    _, errors = launched.communicate(timeout=60)
+    assert launched.returncode == ExitCode.STOPPED, errors
+
+
+def test_without_the_key_nothing_changes(tmp_path: Path) -> None:
+    path = program(tmp_path, "loop.train_step", [(1, 6)])
+    keys = [*KEYS, "train.elastic=false"]
+    ranks = launch_ranks([path, "--config", str(write_config(tmp_path)), *keys], 2)
+    said = [rank.communicate(timeout=60)[1] for rank in ranks]
+    assert ranks[0].returncode == ExitCode.CRASH and "ends, since another rank has ended: " in said[0]
