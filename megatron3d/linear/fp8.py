@@ -174,7 +174,9 @@ class Fp8Gemm(Gemm):
     def y(self, x: Operand, w: Operand, bias_N: Tensor | None = None, into_MN: Tensor | None = None) -> Tensor:
         y_MN = self._scaled(x, w, x.dtype, is_fast=True)
         if y_MN is None:
-            y_MN = NATIVE.y(self._values(x), self._values(w), bias_N).to(x.dtype)
+            values = self._values(x)
+            bias_N = None if bias_N is None else bias_N.to(values.dtype)
+            y_MN = NATIVE.y(values, self._values(w), bias_N).to(x.dtype)
         elif bias_N is not None:
             y_MN.add_(bias_N)
         return y_MN if into_MN is None else into_MN.copy_(y_MN)

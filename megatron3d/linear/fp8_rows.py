@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron3d.linear.fp8 import Fp8Gemm, dequantized
 from megatron3d.linear.fp8_plan import Blocks
 from megatron3d.linear.gemm import NATIVE, Form, Kept, Operand
+from megatron3d.linear.scaled_mm import fits, scaled_product
 
 
 class Fp8RowsGemm(Fp8Gemm):
@@ -62,6 +63,15 @@ class Fp8RowsGemm(Fp8Gemm):
 
     def dw_into(self, main_grad_NK: Tensor, dy: Operand, x: Operand, holds_gradient: bool) -> None:
         NATIVE.dw_into(main_grad_NK, dy, self._restored(x, dy), holds_gradient)
+
+    def _scaled(self, a: Operand, b: Operand, dtype: torch.dtype, is_fast: bool = False) -> Tensor | None:
+        """Return a b^T by the scaled kernel; that of rows takes the scale of a whole matrix as one for each row."""
+        assert b.form is not None and b.scales is not None, "W is quantized"
+        if b.form.rows is not None:
+            return super()._scaled(a, b, dtype, is_fast)
+        b = Operand(b.data, b.scales.repeat(len(b.data), 1), b.form._replace(rows=1))
+        kernel = self.kernel_of("rowwise", a.data.device, a.dtype)
+        return scaled_product(kernel, a, b, dtype, is_fast) if kernel and fits(kernel, a, b) else None
 
     def _restored(self, x: Operand, dy: Operand) -> Operand:
         return Operand(dequantized(x).to(dy.dtype))

@@ -19,6 +19,7 @@ from megatron3d.linear.fp8_rows import Fp8RowsGemm
 from megatron3d.linear.gemm import Operand
 from megatron3d.linear.main_grad import MainGrads
 from megatron3d.linear.overlap_plan import Direction
+from megatron3d.linear.scaled_mm import ScaledKernel
 from megatron3d.parallel.matmul_plan import MatmulPlan
 from megatron3d.parallel.mesh import Mesh
 from tests.support.saved_tensors import saved_beside
@@ -68,6 +69,26 @@ def test_experts_multiply_the_values_of_their_own_rows_and_matrix(recipe: str, d
                 msg=partial("{}: {}".format, name),
             )
     assert y.dtype == dx.dtype == dw.dtype == dtype
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_a_scaled_kernel_multiplies_what_is_restored_without(recipe: str) -> None:
+    """The kernel is that of rows, which CPUs have."""
+    kernel = ScaledKernel("rowwise", ((0, 0), (99, 0)), (0, 0), takes_e5m2=True)
+    comm = make_comm(Mesh((("x", 1),)), [])
+    scaled = Fp8RowsGemm(
+        Fp8(recipe, "hybrid"), MatmulPlan(), comm, lambda name, *_: kernel if name == "rowwise" else None
+    )
+    x, w, dy = inputs(torch.bfloat16)
+    results = []
+    for gemm in (scaled, gemm_of(recipe)):
+        x, w = (each.detach().requires_grad_() for each in (x, w))
+        y = GroupedMatmul(E, MainGrads(), gemm=gemm)(Rows(x), w, GROUPS)
+        results.append((y.detach(), *torch.autograd.grad(y, (x, w), dy)))
+    for got, wanted in zip(*results, strict=True):
+        of_row = wanted.abs().amax(1, keepdim=True)
+        assert ((got - wanted).abs() <= 2.0**-6 * of_row).all() and of_row.any()
+    assert torch.equal(results[0][2], results[1][2]), "dW is multiplied in the network's dtype"
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -177,6 +177,15 @@ def test_the_three_roles_multiply_the_quantized_values(recipe: str, formats: str
     assert all(0.005 < error(got.double(), wide) < worst for got, wide in zip((y, dx, dw), exact, strict=True))
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_bias_in_bf16_is_added_to_wider_values(recipe: str) -> None:
+    x, w, bias = (normal(*shape, seed=s).bfloat16() for s, shape in enumerate(((128, 128), (256, 128), (256,))))
+    gemm = gemm_of(recipe)
+    y, without = (gemm.y(gemm.x(x), gemm.w(w), each) for each in (bias, None))
+    torch.testing.assert_close(y, without + bias, rtol=2.0**-7, atol=0.1)
+    assert y.dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("blocks", [Blocks(1, 32), Blocks(32, 32), Blocks(1, None), Blocks(None, None)])
 @pytest.mark.parametrize("fp8", [E4M3, E5M2])
 @pytest.mark.parametrize("has_powers", [False, True])
