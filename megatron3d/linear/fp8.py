@@ -30,13 +30,14 @@ from megatron3d.linear.overlap_plan import Direction
 from megatron3d.linear.scaled_mm import E4M3, E5M2, E8M0, ScaledKernel, fits, kernel_of, scaled_product
 from megatron3d.parallel.layout import Layout
 from megatron3d.parallel.matmul_plan import MatmulPlan
+from megatron3d.runtime.machine import has_triton
 
 DTYPES = {"e4m3": E4M3, "e5m2": E5M2}
 SCALE_DTYPES = {4: torch.float32, 1: E8M0}  # by their bytes
 # Smallest largest value of a block: below it all of the block's values are 0 in fp8, and its scale is still finite.
 SMALLEST = 2.0**-110
 # Both formats end at 1.75 * 2^n: 448 = 1.75 * 2^8 and 57344 = 1.75 * 2^15.
-_LARGEST_EXPONENT = {E4M3: 8, E5M2: 15}
+LARGEST_EXPONENT = {E4M3: 8, E5M2: 15}
 _BIAS, _MANTISSA_BITS, _MANTISSA_OF_1_75 = 127, 23, 0x600000
 # How far an fp8 element, whose sign an int16 repeats to the left, is shifted to be one of fp16; the bits that stay; by
 # how much it is then too small.
@@ -57,7 +58,7 @@ def scales_of(largest: Tensor, fp8: torch.dtype, has_powers: bool) -> tuple[Tens
     if has_powers:
         bits = bounded.view(torch.int32)
         exceeds = (bits & (2**_MANTISSA_BITS - 1)) > _MANTISSA_OF_1_75
-        exponent = _LARGEST_EXPONENT[fp8] - ((bits >> _MANTISSA_BITS) - _BIAS) - exceeds.to(torch.int32)
+        exponent = LARGEST_EXPONENT[fp8] - ((bits >> _MANTISSA_BITS) - _BIAS) - exceeds.to(torch.int32)
         factor, inverse = (((_BIAS + e) << _MANTISSA_BITS).view(torch.float32) for e in (exponent, -exponent))
     else:
         factor = (torch.finfo(fp8).max / bounded.double()).float()
@@ -140,7 +141,10 @@ class Fp8Gemm(Gemm):
         self.format, self.dy_format = (DTYPES[name] for name in fp8.formats)
         self.scale_dtype = SCALE_DTYPES[fp8.recipe.scale_bytes]
 
-    def x(self, x_MK: Tensor) -> Operand:
+    def x(self, x_MK: Tensor, is_kept: bool = False) -> Operand:
+        if is_kept and self.fuses(x_MK):
+            straight, straight.turned = self._fused(x_MK, self.recipe.x, self.format)
+            return straight
         return self._quantized(x_MK, self.recipe.x, self.format, self.plan.x_layout)
 
     def w(self, w_NK: Tensor, at: Direction = Direction.FORWARD) -> Operand:
@@ -154,7 +158,7 @@ class Fp8Gemm(Gemm):
         return self._quantized(dy_MN, self.recipe.x, self.dy_format, self.plan.y_layout)
 
     def keep(self, x_MK: Tensor, x: Operand, w_NK: Tensor) -> Kept:
-        of_dw = self._along_m(x, x_MK, self.plan.x_layout)
+        of_dw = x.turned or self._along_m(x, x_MK, self.plan.x_layout)
         return of_dw.data, of_dw.scales, w_NK
 
     def kept(self, saved: Kept) -> tuple[Operand, Tensor]:
@@ -165,11 +169,13 @@ class Fp8Gemm(Gemm):
 
     def gathered(self, dy: Operand) -> tuple[Operand, Operand]:
         layout: Layout = self.plan.m, self.plan.n
+        if dy.form is None and self.fuses(dy.data):
+            along_n, along_m = self._fused(dy.data, self.recipe.x, self.dy_format)
+            return along_n, along_m
         if dy.form is None:
             along_n = self._quantized(dy.data, self.recipe.x, self.dy_format, layout)
             return along_n, self._quantized(dy.data, self.recipe.x, self.dy_format, layout, transposes=True)
-        values_MN = dy.data if self.recipe.x.is_square else self._values(dy).data
-        return dy, self._along_m(dy, values_MN, layout)
+        return dy, self._along_m(dy, None, layout)
 
     def y(self, x: Operand, w: Operand, bias_N: Tensor | None = None, into_MN: Tensor | None = None) -> Tensor:
         y_MN = self._scaled(x, w, x.dtype, is_fast=True)
@@ -210,14 +216,47 @@ class Fp8Gemm(Gemm):
         values = dequantized(operand, torch.bfloat16 if is_exact else None)
         return Operand(values.T if operand.form.is_transposed else values)
 
-    def _along_m(self, operand: Operand, values: Tensor, layout: Layout) -> Operand:
-        """Return the transposed form of a quantized operand, whose values those of a tensor are."""
+    def _along_m(self, operand: Operand, t: Tensor | None, layout: Layout) -> Operand:
+        """Return the transposed form of a quantized operand, made of the tensor before, or of its values if None."""
         form = operand.form
         assert form is not None and operand.scales is not None, "the operand is quantized"
         if self.recipe.x.is_square:
             transposed = form._replace(is_transposed=True)
             return Operand(operand.data.T.contiguous(), operand.scales.T.contiguous(), transposed)
-        return self._quantized(values, self.recipe.x, operand.data.dtype, layout, form.dtype, transposes=True)
+        fp8 = operand.data.dtype
+        if t is None and self.fuses(operand.data):
+            (turned,) = self._fused(
+                operand.data, self.recipe.x, fp8, makes=(False, True), dtype=form.dtype, scales=operand.scales
+            )
+            return turned
+        values = self._values(operand).data if t is None else t
+        return self._quantized(values, self.recipe.x, fp8, layout, form.dtype, transposes=True)
+
+    def fuses(self, t: Tensor) -> bool:
+        """Return whether Triton's kernel quantizes a tensor: on GPUs, blocks that lie within shards."""
+        is_dense = t.is_cuda and t.stride(1) == 1 and t.dtype != torch.float64
+        return is_dense and self.recipe.block is not None and self.recipe.has_powers and has_triton()
+
+    def _fused(
+        self,
+        t: Tensor,
+        blocks: Blocks,
+        fp8: torch.dtype,
+        *,
+        makes: tuple[bool, bool] = (True, True),
+        dtype: torch.dtype | None = None,
+        scales: Tensor | None = None,
+    ) -> list[Operand]:
+        """Return those forms of a tensor, straight and transposed, that `makes` says, by Triton's kernel in one pass.
+
+        Args:
+            dtype: that of its values, if it is not its own: it is fp8, with `scales`.
+        """
+        from megatron3d.linear.triton_fp8 import quantize
+
+        made = quantize(t, fp8, LARGEST_EXPONENT[fp8], self.scale_dtype, blocks, makes=makes, scales=scales)
+        forms = (_form(blocks, dtype or t.dtype, is_transposed=is_transposed) for is_transposed in (False, True))
+        return [Operand(*data, form) for data, form in zip(made, forms, strict=True) if data]
 
     def _quantized(
         self,
@@ -230,6 +269,9 @@ class Fp8Gemm(Gemm):
         transposes: bool = False,
     ) -> Operand:
         """Return a tensor as fp8, or its transpose; `layout`: the axes that split its dims, `dtype`: of its values."""
+        if self.fuses(t):
+            (operand,) = self._fused(t, blocks, fp8, makes=(not transposes, transposes), dtype=dtype)
+            return operand
         own = blocks.transposed if transposes else blocks  # CPUs reduce a tensor faster than its transpose
         largest = largest_of_blocks(t, own)
         axes = reduced_axes(own, layout, self.comm.mesh)

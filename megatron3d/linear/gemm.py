@@ -138,11 +138,13 @@ class Operand:
         data: the values, or what a recipe stores in their place.
         scales: factors of blocks of `data`, one per block; None: `data` are the values.
         form: how `data` and `scales` are stored; None: as the values are, element by element.
+        turned: the operand of the transposed tensor, where it was made in the same pass.
     """
 
     data: Tensor
     scales: Tensor | None = None
     form: Form | None = None
+    turned: Operand | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -159,8 +161,8 @@ class Gemm:
     This recipe multiplies tensors as they are, in their own dtype; others override its methods.
     """
 
-    def x(self, x_MK: Tensor) -> Operand:
-        """Return X, or a shard of it, as it is gathered and multiplied for Y."""
+    def x(self, x_MK: Tensor, is_kept: bool = False) -> Operand:
+        """Return X, or a shard of it, as it is gathered and multiplied for Y; `is_kept`: `keep` is called next."""
         return Operand(x_MK)
 
     def w(self, w_NK: Tensor, at: Direction = Direction.FORWARD) -> Operand:

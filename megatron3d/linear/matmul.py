@@ -67,7 +67,7 @@ class CompiledLinears:
         """Return dX, and add dW to main_grad."""
         weight, gemm = self._linears[int(number)]
         param, (dy, dy_of_dw) = weight(), gemm.gathered(gemm.dy(dy_MN))
-        x, w_NK = gemm.kept(gemm.keep(x_MK, gemm.x(x_MK), w_NK))
+        x, w_NK = gemm.kept(gemm.keep(x_MK, gemm.x(x_MK, is_kept=True), w_NK))
         dx_MK = gemm.dx(dy, gemm.w(w_NK, Direction.BACKWARD))
         if not self._main_grads.accumulate(param, gemm, dy_of_dw, x):
             self._main_grads.add(param, gemm.dw(dy_of_dw, x, x_MK.dtype))
@@ -124,7 +124,7 @@ class _PlainMatmul(torch.autograd.Function):
     def forward(ctx: Any, x_MK: Tensor, given: tuple[Tensor, Tensor | None, MainGrads, Gemm]) -> Tensor:
         ctx.given = given
         w_NK, bias_N, _, gemm = given
-        x = gemm.x(x_MK)
+        x = gemm.x(x_MK, is_kept=True)
         ctx.save_for_backward(*gemm.keep(x_MK, x, w_NK))
         return gemm.y(x, gemm.w(w_NK), bias_N)
 
@@ -300,7 +300,7 @@ class _Matmul(torch.autograd.Function):
     ) -> Tensor:
         # The parameter itself names its main_grad; what is saved comes back as another tensor after recomputation.
         ctx.matmul, ctx.param = matmul, w_NK
-        x = matmul.gemm.x(x_MK)
+        x = matmul.gemm.x(x_MK, is_kept=True)
         ctx.save_for_backward(*matmul.gemm.keep(x_MK, x, w_NK))
         return matmul.forward(x, w_NK, bias_N, backward_follows)
 

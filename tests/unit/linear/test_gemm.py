@@ -125,7 +125,7 @@ def test_accumulated_gemms_of_slices_equal_the_whole_gemm(dtype: torch.dtype, to
 class ScaledGemm(Gemm):
     """Stores each value as a mantissa below 1 and a power of two, its scale."""
 
-    def x(self, x_MK: Tensor) -> Operand:
+    def x(self, x_MK: Tensor, is_kept: bool = False) -> Operand:
         mantissa, exponent = torch.frexp(x_MK)
         return Operand(mantissa, torch.ldexp(torch.ones_like(mantissa), exponent))
 
