@@ -1116,7 +1116,7 @@ MUTATIONS = [
     Mutation(
         "X is kept for dW in blocks along K",
         "linear/fp8.py",
-        "return self._quantized(values, self.recipe.x, operand.data.dtype, layout, form.dtype, transposes=True)",
+        "return self._quantized(values, self.recipe.x, fp8, layout, form.dtype, transposes=True)",
         "return Operand(operand.data.T.contiguous(), operand.scales.T.contiguous(), form._replace(is_transposed=True))",
         FP8,
     ),
@@ -1124,7 +1124,7 @@ MUTATIONS = [
         "W of dX is quantized along K",
         "linear/fp8.py",
         "if at is Direction.FORWARD:",
-        "if at:",
+        "if at is not None:",
         FP8,
     ),
     Mutation(

@@ -30,7 +30,7 @@ class Fp8RowsGemm(Fp8Gemm):
         """Return the blocks of X and dY."""
         return Blocks(1, self.recipe.x.summed)
 
-    def x(self, x_MK: Tensor) -> Operand:
+    def x(self, x_MK: Tensor, is_kept: bool = False) -> Operand:
         return self._quantized(x_MK, self.row_blocks, self.format, self.plan.x_layout)
 
     def packed(self, x_MK: Tensor) -> Tensor:
