@@ -69,10 +69,12 @@ def batch_arithmetic(spec: RunSpec) -> str:
     The configuration must be valid.
     """
     train, sizes = spec.config.train, spec.sizes
+    num_empty = spec.num_microbatches * sizes.data - train.global_batch_size // train.micro_batch_size
+    empty = f", of which {num_empty} are empty" if num_empty else ""
     lines = [
         f"world_size {spec.world_size} = {describe_tensor(spec)} x {sizes.factors} x DP {sizes.data}",
         f"global_batch_size {train.global_batch_size} = micro_batch_size {train.micro_batch_size}"
-        f" x data parallel {sizes.data} x microbatches {spec.num_microbatches}",
+        f" x data parallel {sizes.data} x microbatches {spec.num_microbatches}{empty}",
     ]
     if (samples := train.train_samples) is not None:
         used = spec.batches.consumed_samples(spec.train_iters)

@@ -327,8 +327,8 @@ class RunSpec:
 
     @property
     def num_microbatches(self) -> int:
-        """Microbatches of a step at full batch size: global batch / (microbatch x data-parallel size)."""
-        return self.config.train.global_batch_size // (self.config.train.micro_batch_size * self.sizes.data)
+        """Microbatches of a step at full batch size, empty ones included: global batch / (microbatch x DP)."""
+        return -(-self.config.train.global_batch_size // (self.config.train.micro_batch_size * self.sizes.data))
 
     # Pipeline
 

@@ -532,6 +532,9 @@ class TrainConfig(Section, frozen=True):
     global_batch_size: int = key(
         8, ge=1, most=10**6, also="gbs train_batch_size total_batch_size gradient_accumulation_steps"
     )
+    pad_global_batch: bool = key(
+        False, "data-parallel ranks need not divide the global batch: some compute an empty microbatch in each step"
+    )
     rampup_batch_size: Growth | None = key(None, "[start, increment, samples]: ramp-up of the global batch size")
     seq_length_warmup: Growth | None = key(
         None, "[start, increment, samples]: ramp-up of the sequence length, to which samples are truncated"

@@ -2,6 +2,9 @@
 
 microbatch j of data rank d = sequences [(j DP + d) MBS, (j DP + d + 1) MBS) of the global batch;
 a rank reads the rows that `batch_axes` assign to it
+
+Where DP does not divide the microbatches of the global batch, the last one of some data ranks is empty: its tokens are
+EMPTY, which are no labels, so that it adds nothing to losses and gradients.
 """
 
 from __future__ import annotations
@@ -21,6 +24,9 @@ from megatron3d.data.packing import PLAIN, Packing, Starts
 from megatron3d.data.ramp_plan import Batch, Batches
 from megatron3d.parallel.layout import span
 from megatron3d.parallel.mesh import DATA, Axes, Mesh
+
+# Token of an empty microbatch: negative tokens are no labels, and inputs like token 0.
+EMPTY = -1
 
 
 @dataclass(frozen=True)
@@ -66,14 +72,16 @@ class BatchLoader:
     ) -> None:
         data_axes = mesh.in_order(DATA)
         data_ranks = mesh.size(data_axes)
-        assert global_batch_size % (micro_batch_size * data_ranks) == 0, (
-            f"global batch {global_batch_size} is no multiple of {micro_batch_size} x {data_ranks} data ranks"
+        step = micro_batch_size * data_ranks
+        assert global_batch_size % micro_batch_size == 0 and global_batch_size >= step, (
+            f"global batch {global_batch_size} is not {micro_batch_size} x microbatches of {data_ranks} data ranks"
         )
         low, high = span(micro_batch_size, batch_axes, mesh)
         self._rows = high - low
         self._samples = samples
         self._device, self._packing = device, packing
-        self._firsts = range(mesh.index(data_axes) * micro_batch_size, global_batch_size, data_ranks * micro_batch_size)
+        self._firsts = range(mesh.index(data_axes) * micro_batch_size, global_batch_size, step)
+        self._num_empty = -(-global_batch_size // step) - len(self._firsts)
         self.positions = np.add.outer(np.asarray(self._firsts), np.arange(low, high)).reshape(-1)
 
     def step(self, consumed_samples: int) -> list[Microbatch]:
@@ -96,7 +104,9 @@ class BatchLoader:
 
     def _divided(self, tokens: Tensor, on_host: Tensor) -> list[Microbatch]:
         starts = map(self._packing.starts, on_host.split(self._rows))
-        return [Microbatch(*made) for made in zip(tokens.split(self._rows), self._firsts, starts, strict=False)]
+        made = [Microbatch(*each) for each in zip(tokens.split(self._rows), self._firsts, starts, strict=False)]
+        empty, on_host = (torch.full_like(each[: self._rows], EMPTY) for each in (tokens, on_host))
+        return [*made, *(Microbatch(empty, 0, self._packing.starts(on_host)) for _ in range(self._num_empty))]
 
 
 class SharingLoader(BatchLoader):

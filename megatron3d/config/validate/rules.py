@@ -293,19 +293,40 @@ def batch_problems(facts: Facts) -> Iterator[str]:
         where, use = facts.named("parallel.num_distributed_optimizer_instances"), one_of(near_divisors(data, instances))
         yield f"{where}: {instances} does not divide the data parallel size {data}; use {use}"
     step, batch = config.train.micro_batch_size * data, config.train.global_batch_size
-    if batch % step:
+    if config.train.pad_global_batch:
+        yield from _padding_problems(facts, data)
+    if batch % step and not config.train.pad_global_batch:
         yield (
             f"{facts.named('train.global_batch_size')}: not micro_batch_size {config.train.micro_batch_size} x data "
             f"parallel {data} x a whole number of microbatches ({batch} / {step} = {batch / step:.4g}); "
-            f"use {one_of(near_multiples(step, batch))}"
+            f"use {one_of(near_multiples(step, batch))}, or train.pad_global_batch=true"
         )
     elif not facts.spec.has_schedule_file:
-        sizes_of_schedule = (sizes.pipeline, batch // step, facts.spec.num_virtual_stages)
+        sizes_of_schedule = (sizes.pipeline, -(-batch // step), facts.spec.num_virtual_stages)
         for problem in pipeline_sizes(config.parallel.pipeline_schedule, *sizes_of_schedule):
             yield f"{facts.named('train.global_batch_size')}: {problem}"
     if batch % step == 0:
         yield from _noise_scale_problems(facts, step, batch)
     yield from layout.ramp_batch_problems(facts, step)
+
+
+def _padding_problems(facts: Facts, data: int) -> Iterator[str]:
+    """Yield a message per key that reads what empty microbatches would add to."""
+    config, where = facts.config, facts.named("train.pad_global_batch")
+    size, batch = config.train.micro_batch_size, config.train.global_batch_size
+    if batch % size or batch < size * data:
+        yield (
+            f"{facts.named('train.global_batch_size')}: not micro_batch_size {size} x a whole number of microbatches, "
+            f"at least one for each of {data} data-parallel ranks; use {one_of(near_multiples(size * data, batch))}"
+        )
+    counting = {
+        "model.num_moe_experts": config.model.num_moe_experts is not None,
+        "optimizer.qk_clip": config.optimizer.qk_clip,
+        "logging.noise_scale_interval": config.logging.noise_scale_interval is not None,
+        "train.rampup_batch_size": config.train.rampup_batch_size is not None,
+    }
+    for key in (key for key, is_on in counting.items() if is_on):
+        yield f"{where}: empty microbatches would count in {plain(config, key)}; leave one of the two out"
 
 
 def _noise_scale_problems(facts: Facts, step: int, batch: int) -> Iterator[str]:

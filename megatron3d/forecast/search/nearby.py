@@ -1,7 +1,8 @@
 """Layout for a run that has lost ranks: near its present one, with the same global batch, within the memory of a rank.
 
-Of each tensor-parallel shape and number of pipeline ranks the most data-parallel ranks are taken that are left and
-divide the global batch; what they lack becomes gradient accumulation.  Layouts that use most ranks and change least are
+Of each tensor-parallel shape and number of pipeline ranks the most data-parallel ranks are taken that are left; what
+they lack becomes gradient accumulation, and where they do not divide the global batch some compute an empty microbatch
+(`train.pad_global_batch`), which changes no number.  Layouts that use most ranks and change least are
 predicted first, for some seconds at most, and the fastest that fits is chosen.
 """
 
@@ -61,12 +62,16 @@ class NearbyLayout:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """Sizes of a layout, and how far they are from the present ones, in doublings."""
+    """Sizes of a layout, and how far they are from the present ones, in doublings.
+
+    Attributes:
+        useful: number of ranks that would compute as much without empty microbatches.
+    """
 
     shape: Mapping[str, Any]
     pipeline: int
-    data: int
     num_ranks: int
+    useful: float
     micro_batch_size: int
     distance: float
 
@@ -137,13 +142,14 @@ def _valid(spec: RunSpec, num_ranks: int, thrift: Values) -> Iterator[RunSpec]:
 
 
 def _worth(candidate: _Candidate, num_ranks: int) -> float:
-    return candidate.num_ranks / num_ranks - STEP_WORTH * candidate.distance
+    return candidate.useful / num_ranks - STEP_WORTH * candidate.distance
 
 
 def _repaired(spec: RunSpec, candidate: _Candidate, thrift: Values) -> Config | None:
     """Return the configuration of a candidate, with other keys changed as far as it needs that; None: it has none."""
     sizes = {**candidate.shape, **_pipeline(spec.config, candidate.pipeline)}
-    train = {"micro_batch_size": candidate.micro_batch_size, **thrift.get("train", {})}
+    pads = spec.config.train.pad_global_batch or candidate.useful < candidate.num_ranks
+    train = {"micro_batch_size": candidate.micro_batch_size, "pad_global_batch": pads, **thrift.get("train", {})}
     for repair in REPAIRS:
         parallel = {**sizes, **thrift.get("parallel", {}), **repair.get("parallel", {})}
         config = with_changes(spec.config, {"parallel": parallel, "train": train})
@@ -173,11 +179,27 @@ def _candidates(spec: RunSpec, num_ranks: int) -> Iterator[_Candidate]:
             inner = tensor * context * pipeline
             changed = moved + abs(math.log2(pipeline / spec.mesh.sizes[PIPELINE]))
             for size in _micro_batch_sizes(spec):
-                most = min(num_ranks // inner, train.global_batch_size // size)
-                fitting = [each for each in divisors(train.global_batch_size // size) if each <= most]
+                microbatches = train.global_batch_size // size
                 distance = changed + 0.5 * math.log2(train.micro_batch_size / size)
-                for data in fitting[::-1][:TRIES]:
-                    yield _Candidate(shape, pipeline, data, data * inner, size, distance)
+                for data in _data_ranks(spec.config, microbatches, min(num_ranks // inner, microbatches)):
+                    useful = inner * microbatches / -(-microbatches // data)
+                    yield _Candidate(shape, pipeline, data * inner, useful, size, distance)
+
+
+def _data_ranks(config: Config, microbatches: int, most: int) -> Sequence[int]:
+    """Return a few numbers of data-parallel ranks: the fewest for each number of microbatches per rank."""
+    if most < 1:
+        return ()
+    if not _may_pad(config):
+        return [each for each in divisors(microbatches) if each <= most][::-1][:TRIES]
+    fewest = -(-microbatches // most)
+    return list(dict.fromkeys(-(-microbatches // count) for count in range(fewest, fewest + TRIES)))
+
+
+def _may_pad(config: Config) -> bool:
+    """Return whether empty microbatches change no number."""
+    counts = config.optimizer.qk_clip or config.logging.noise_scale_interval or config.train.rampup_batch_size
+    return config.model.num_moe_experts is None and not counts
 
 
 def _micro_batch_sizes(spec: RunSpec) -> Sequence[int]:
