@@ -245,8 +245,10 @@ def linear(local: LocalSizes, path: str, x: Stored, num_bytes: int, matmul: Loca
     )
 
 
-# Backward of a norm that is not one kernel has in fp32: both gradients, normalized input, their products and sums.
+# Backward of a norm has in fp32, where axes split features: both gradients, normalized input, their products and sums.
 _NORM_COPIES = 5
+# RMSNorm by torch's operations frees the gradient of its output before the most of them live.
+_COMPOSED_COPIES = 4
 
 
 def norm(
@@ -270,7 +272,8 @@ def norm(
     if not (composed and not axes) or local.itemsize == local.wide:
         saves.insert(0, x)
     sent, back = _sums_of_norm(local, rows, axes)
-    peaks = {"norm in fp32": _NORM_COPIES * rows * width * local.wide} if axes or composed else {}
+    copies = _NORM_COPIES if axes else _COMPOSED_COPIES if composed else 0
+    peaks = {"norm in fp32": copies * rows * width * local.wide} if copies else {}
     return Operation(
         name=site,
         reads=(x,),

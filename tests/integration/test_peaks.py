@@ -100,6 +100,18 @@ def test_a_dw_lives_until_its_reduction_is_over(tmp_path: Path) -> None:
     assert abs(error) < 0.005, told
 
 
+def test_rms_norm_frees_the_gradient_of_its_output_first() -> None:
+    """The peak is in its backward, and would be 1 % higher if that gradient lived on."""
+    model = {"family": "llama", "num_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "seq_length": 256}
+    config = configure(model, {}, precision="bf16", micro_batch_size=8, global_batch_size=16, loss_chunk_tokens=128)
+    spec = RunSpec(config, 1, VOCAB_SIZE)
+    run = run_rank(spec)
+    measured = step_totals(run, lower(spec.schedule)[run.coord])
+    memory = rank_memory(make_step_spec(spec, KERNEL))
+    assert max(memory.transient_peaks, key=lambda name: memory.transient_peaks[name]) == "norm in fp32"
+    assert memory.total == pytest.approx(measured.peak, rel=0.005)
+
+
 def test_microbatches_share_the_rotary_tables_of_their_positions() -> None:
     """Those of two chunks are copied: of each microbatch they would be memory that no prediction counts."""
     parallel = {"context_parallel_size": 2, "cp_comm_type": "p2p"}
