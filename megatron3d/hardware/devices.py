@@ -89,12 +89,13 @@ def corrected_peak(peak: Peak, reached_flops: float, precision: str) -> Peak:
     return replace(again, flops=max(again.flops, reached_flops))
 
 
-def describe_peak(peak: Peak | None, device: torch.device, precision: str) -> str:
-    """Return the line of the start-up report about the peak."""
+def describe_peak(peak: Peak | None, device: torch.device, precision: str, has_fp8: bool = False) -> str:
+    """Return the line of the start-up report about the peak; `has_fp8`: some linears multiply in fp8."""
     if peak is None:
         remedy = "set logging.peak_tflops to its dense TFLOP/s per device"
         return f"MFU is not reported: the peak of {device_name(device)} in {precision} is not known; {remedy}"
-    return f"MFU is relative to {peak.flops / 1e12:.4g} TFLOP/s per device ({peak.source})"
+    which = f" in {precision}, fp8 or not," if has_fp8 else ""
+    return f"MFU is relative to {peak.flops / 1e12:.4g} TFLOP/s{which} per device ({peak.source})"
 
 
 NAMES: Mapping[SDPBackend, str] = {

@@ -15,13 +15,14 @@ shards, which `config/validate/fp8.py` sees to.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from megatron3d.parallel.layout import Layout
-from megatron3d.parallel.matmul_plan import MatmulPlan
+from megatron3d.parallel.matmul_plan import Flows, MatmulPlan, Traffic, flows, gathers, moves, ring
 from megatron3d.parallel.mesh import Axes, Mesh
 
 
@@ -70,6 +71,22 @@ RECIPES: Mapping[str, Recipe] = {
     "rowwise": Recipe(Blocks(1, None), Blocks(1, None), sends_dy=False),
     "mxfp8": Recipe(Blocks(1, 32), Blocks(1, 32), scale_bytes=1, sends_dy=False),
 }
+
+
+# First compute capability of NVIDIA GPUs with a kernel for operands of a recipe whose values are in bf16.  On
+# others, and on CPUs, operands are dequantized and multiplied in the network's dtype, or in fp32.
+Capability = tuple[int, int]
+CAPABILITIES: Mapping[str, Capability] = {
+    "blockwise": (9, 0),
+    "tensorwise": (8, 9),
+    "rowwise": (8, 9),
+    "mxfp8": (10, 0),
+}
+
+
+def has_kernel(recipe_name: str, capability: Capability | None, precision: str) -> bool:
+    """Return whether a GPU multiplies fp8 operands of a recipe; None: a device of another kind."""
+    return precision == "bf16" and capability is not None and capability >= CAPABILITIES[recipe_name]
 
 
 class Formats(NamedTuple):
@@ -129,3 +146,142 @@ def largest_value_axes(recipe: Recipe, plan: MatmulPlan, mesh: Mesh) -> list[Axe
     found = [reduced_axes(recipe.x, layout[::step], mesh) for layout in (x, y) for step in (1, -1)]
     found += [reduced_axes(recipe.w, plan.w_layout[::step], mesh) for step in (1, -1)]
     return list(dict.fromkeys(axes for axes in found if axes))
+
+
+# Dims of X, W and dY as they are stored.
+_STORED = ("MK", "NK", "MN")
+# Largest values are found, and reduced, in fp32.
+LARGEST_BYTES = 4
+
+
+class OperandSize(NamedTuple):
+    """Elements of a quantized operand, or of a shard of it, and its scales."""
+
+    numel: int
+    num_scales: int
+    scale_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of data and scales."""
+        return self.numel + self.num_scales * self.scale_bytes
+
+
+def operand_size(recipe: Recipe, blocks: Blocks, rows: float, summed: float) -> OperandSize:
+    """Return the size of an operand [rows, summed] in blocks."""
+    return OperandSize(round(rows * summed), round(num_blocks(blocks, rows, summed)), recipe.scale_bytes)
+
+
+def num_blocks(blocks: Blocks, rows: float, summed: float) -> float:
+    """Return the blocks of [rows, summed] elements."""
+    counts = (1 if size is None else whole / size for size, whole in zip(blocks, (rows, summed), strict=True))
+    return math.prod(counts)
+
+
+class Quantization(NamedTuple):
+    """Quantization of an operand.
+
+    Attributes:
+        source: what a kernel that quantizes in one pass reads: the values, the other form of the operand, which is fp8
+            already, or nothing, since that pass makes both forms.
+    """
+
+    size: OperandSize
+    source: str = "values"
+
+    def moved_bytes(self, itemsize: int) -> int:
+        """Return the bytes that a kernel reads and writes."""
+        read = {"values": itemsize, "other form": 1, "same pass": 0}[self.source]
+        return read * self.size.numel + self.size.num_bytes
+
+
+@dataclass(frozen=True)
+class QuantizedMatmul:
+    """One matmul of a recipe with global sizes m, n, k, by a plan without axes of size 1.
+
+    Operands are named by their dims, rows before the summed one: MK, NK, MN as forward and dgrad multiply them, and KN,
+    NM, KM as dgrad and wgrad do.
+    """
+
+    recipe: Recipe
+    plan: MatmulPlan
+    mesh: Mesh
+    m: int
+    n: int
+    k: int
+
+    def stored(self, dims: str) -> OperandSize:
+        """Return the shard of an operand that this rank quantizes where it is stored."""
+        return self._size(dims, self._layout(dims))
+
+    def multiplied(self, dims: str) -> OperandSize:
+        """Return an operand as this rank multiplies it."""
+        return self._size(dims, self._split(dims))
+
+    def flows(self, itemsize: int, wgrad_itemsize: int | None = None) -> Flows:
+        """Return the collectives; those of results, and of dY that is not quantized before, have `itemsize`.
+
+        Data have one byte per element.  Scales are all-gathered along dims that have several blocks, and largest values
+        reduced along the others.
+        """
+        plan, recipe = self.plan, self.recipe
+        wide = flows(plan, self.mesh, self.m, self.n, self.k, itemsize, wgrad_itemsize=wgrad_itemsize)
+        forward, backward = [*self._reduced("MK"), *self._reduced("NK")], self._reduced("KN")
+        backward += self._reduced("MN", self._layout("MN") if recipe.sends_dy else self._split("MN"))
+        if not recipe.x.is_square:
+            forward += self._reduced("KM")
+            backward += self._reduced("NM", self._split("NM"))
+        return wide._replace(
+            gather_x=self._gathered("MK", plan.x),
+            gather_w=self._gathered("NK", plan.w),
+            gather_dy=self._gathered("MN", plan.dy) if recipe.sends_dy else wide.gather_dy,
+            x_again=self._gathered("KM", plan.x),
+            w_again=self._gathered("KN", plan.w),
+            scales=forward,
+            scales_back=backward,
+        )
+
+    def quantizations(self) -> tuple[Sequence[Quantization], Sequence[Quantization]]:
+        """Return what forward quantizes, and what backward does."""
+        recipe = self.recipe
+        again = "other form" if recipe.x.is_square else "same pass"
+        forward = (
+            Quantization(self.stored("MK")),
+            Quantization(self.stored("KM"), again),
+            Quantization(self.stored("NK")),
+        )
+        dy = self.stored("MN") if recipe.sends_dy else self.multiplied("MN")
+        turned = Quantization(self.multiplied("NM"), "other form" if recipe.sends_dy else "same pass")
+        return forward, (Quantization(self.stored("KN")), Quantization(dy), turned)
+
+    def _blocks(self, dims: str) -> Blocks:
+        return self.recipe.w if set(dims) == {"N", "K"} else self.recipe.x
+
+    def _layout(self, dims: str) -> Layout:
+        layouts = {"MK": self.plan.x_layout, "NK": self.plan.w_layout, "MN": self.plan.y_layout}
+        return layouts[dims] if dims in layouts else layouts[dims[::-1]][::-1]
+
+    def _split(self, dims: str) -> Layout:
+        split = {"M": self.plan.m, "N": self.plan.n, "K": self.plan.k}
+        return split[dims[0]], split[dims[1]]
+
+    def _size(self, dims: str, layout: Layout) -> OperandSize:
+        whole = {"M": self.m, "N": self.n, "K": self.k}
+        rows, summed = (whole[dim] / self.mesh.size(axes) for dim, axes in zip(dims, layout, strict=True))
+        return operand_size(self.recipe, self._blocks(dims), rows, summed)
+
+    def _gathered(self, dims: str, table: Mapping[str, str]) -> list[Traffic]:
+        """Return the all-gathers of data, and of scales along the dims that have several blocks."""
+        size, blocks = self.multiplied(dims), self._blocks(dims)
+        varying = {axis: dim for axis, dim in table.items() if blocks[dims.index(dim)] is not None}
+        data = gathers(moves(table), size.numel, self.mesh)
+        return data + gathers(moves(varying), size.num_scales * size.scale_bytes, self.mesh)
+
+    def _reduced(self, dims: str, layout: Layout | None = None) -> list[Traffic]:
+        """Return the all-reduce of the largest values of an operand where it is stored, or in another layout."""
+        layout, blocks = layout or self._layout(dims), self._blocks(dims)
+        num_bytes = self._size(dims, layout).num_scales * LARGEST_BYTES
+        if dims not in _STORED:  # values are found in the order of dims in which they are stored
+            layout, blocks = layout[::-1], blocks.transposed
+        axes = reduced_axes(blocks, layout, self.mesh)
+        return [ring("all_reduce", axes, num_bytes, self.mesh)] if axes else []

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from megatron3d.attention.context.plan import GATHER, ExchangeSizes, TokenOrder, exchange_ring, scores_computed
 from megatron3d.attention.plan import DROPOUT_PIECE, DROPOUT_ROWS, LONGEST, HeadSplit, num_scores
 from megatron3d.experts.plan import Experts
+from megatron3d.linear.fp8_plan import Fp8, QuantizedMatmul
 from megatron3d.linear.overlap_plan import OVERLAP_ALL, TPOverlap
 from megatron3d.model import spec as layer_kinds
-from megatron3d.model.linear_spec import LinearSize, linears_of_layer, mtp_linears
+from megatron3d.model.linear_spec import MTP_LINEARS, LinearSize, linears_of_layer, mtp_linears
 from megatron3d.model.spec import (
     GATED,
     NO_RECOMPUTE,
@@ -78,6 +80,8 @@ class KernelMemory:
         on_gpu: the run is on GPUs, whose buckets of gradients are larger by default.
         sdpa_workspace: the backward of fused attention has a workspace beyond its gradients.
         gemm_workspace: bytes that the GEMM library keeps as tensors.
+        multiplies_fp8: kernels read fp8 operands, and quantize them at once; else operands are quantized by torch's
+            operations, and dequantized for each GEMM.
     """
 
     narrow_statistics: bool
@@ -92,6 +96,7 @@ class KernelMemory:
     on_gpu: bool = False
     sdpa_workspace: bool = False
     gemm_workspace: int = 0
+    multiplies_fp8: bool = False
 
 
 KERNELS: Mapping[str, KernelMemory] = {
@@ -119,6 +124,7 @@ KERNELS: Mapping[str, KernelMemory] = {
         fused_loss=True,
         sdpa_workspace=True,
         gemm_workspace=2 * 32 * 2**20,  # cuBLAS on Hopper, for the thread of forward and that of backward
+        multiplies_fp8=True,
     ),
 }
 
@@ -135,6 +141,8 @@ class LocalSizes:
         loss_chunk: largest chunk of tokens whose logits exist at a time.
         is_compiled: the compiler makes one kernel of the operations between linears.
         records_logits: forward finds the largest logit of each head.
+        fp8: linears that multiply in fp8; None: none does.
+        is_ahead: the layer is that of a module of multi-token prediction.
     """
 
     arch: Architecture
@@ -154,6 +162,8 @@ class LocalSizes:
     loss_chunk: LossChunk = CPU_LOSS_CHUNK
     is_compiled: bool = False
     records_logits: bool = False
+    fp8: Fp8 | None = None
+    is_ahead: bool = False
 
     @cached_property
     def listed(self) -> dict[str, Any]:
@@ -213,7 +223,18 @@ class LocalSizes:
     @cached_property
     def layer_ahead(self) -> LocalSizes:
         """Sizes of the layer of a module of multi-token prediction, of the last layer's kind."""
-        return self.by_kind([self.arch.num_layers - 1])[0][0]
+        last = self.by_kind([self.arch.num_layers - 1])[0][0]
+        return last if self.fp8 is None else replace(last, is_ahead=True)
+
+    def quantized(self, path: str, matmul: LocalMatmul) -> QuantizedMatmul | None:
+        """Return the matmul of a linear of this layer, or of a module that predicts ahead, if it multiplies in fp8.
+
+        Of modules that predict ahead the first one counts for all.
+        """
+        layer = "mtp.0" if path in MTP_LINEARS else "mtp.0.layer" if self.is_ahead else f"layers.{self.layer}"
+        if self.fp8 is None or not self.fp8.takes(f"{layer}.{path}"):
+            return None
+        return QuantizedMatmul(self.fp8.recipe, matmul.plan, self.mesh, matmul.m, matmul.n, matmul.k)
 
     @cached_property
     def head_matmul(self) -> LocalMatmul:
@@ -275,7 +296,7 @@ class LocalSizes:
 
     def by_kind(self, layers: Iterable[int]) -> list[tuple[LocalSizes, int]]:
         """Return the sizes of one layer of each kind among `layers`, and how many there are of it."""
-        counts = layer_counts(self.arch, layers).items()
+        counts = kind_counts(self.arch, self.fp8, layers).items()
         return [(self if self.layer == place else replace(self, layer=place), count) for place, count in counts]
 
     @property
@@ -437,3 +458,26 @@ class LocalSizes:
     def inner(self, width: int) -> int:
         """Return the bytes of `width` features for this rank's inner tokens."""
         return self.inner_tokens * width * self.itemsize
+
+
+def kind_counts(arch: Architecture, fp8: Fp8 | None, layers: Iterable[int]) -> Mapping[int, int]:
+    """Return how many of these layers are of each kind, by the first layer of the model that is of this kind.
+
+    Layers with other linears in fp8 are of another kind.
+    """
+    if fp8 is None:
+        return layer_counts(arch, layers)
+    firsts = _first_alike(arch, fp8)
+    return Counter(firsts[layer] for layer in layers)
+
+
+@cache
+def _first_alike(arch: Architecture, fp8: Fp8) -> tuple[int, ...]:
+    """Return the first layer of the kind of each layer."""
+    firsts, found = dict[object, int](), list[int]()
+    for layer in range(arch.num_layers):
+        (kind,) = layer_counts(arch, [layer])
+        paths = linears_of_layer(arch, has_experts(arch, layer))
+        taken = tuple(path for path in paths if fp8.takes(f"layers.{layer}.{path}"))
+        found.append(firsts.setdefault((kind, taken), layer))
+    return tuple(found)

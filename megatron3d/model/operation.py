@@ -13,11 +13,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from megatron3d.linear.fp8_plan import QuantizedMatmul
+from megatron3d.model.fp8_workspaces import fp8_work
 from megatron3d.model.linear_spec import FC1, FC2, KV_UP, Q_UP, linear_size
 from megatron3d.model.local_sizes import LocalMatmul, LocalSizes
 from megatron3d.model.spec import DENSE_MLP, MLA_UP_PROJ, MLP_ACT, OUTPUTS_ALONE
-from megatron3d.model.workspaces import linear_backward, linear_forward, linear_wgrad, reduced_later
-from megatron3d.parallel.matmul_plan import Traffic, ring
+from megatron3d.model.workspaces import linear_work, reduced_later
+from megatron3d.parallel.matmul_plan import Flows, Traffic, flows, ring
 from megatron3d.parallel.mesh import Axes
 
 # Bytes of an index.
@@ -90,7 +92,9 @@ class Operation:
             which forward finds `once` what recomputation does not find again.
         result: what is kept where its module is recomputed, which leaves it out; None: it is recomputed as well.
         moves: bytes of further memory-bound kernels.
-        matmul, has_bias: its linear.
+        matmul, has_bias: its linear; `fp8`: the matmul where its operands are quantized.
+        held: what forward holds meanwhile without keeping it for backward.
+        operand_bytes: of X and dY as a deferred wgrad keeps them.
         params: paths of parameters whose gradients its backward gives, other than those under its name.
         chunks: chunks of tokens of a linear whose forward computes dgrad and wgrad as well; 0: backward does. Nothing
             overlaps with the collectives of such a forward, which are `sent`; its gradient arrives with the last of
@@ -128,6 +132,9 @@ class Operation:
     moves: Sequence[KernelBytes] = ()
     matmul: LocalMatmul | None = None
     has_bias: bool = False
+    fp8: QuantizedMatmul | None = None
+    held: Sequence[Stored] = ()
+    operand_bytes: int = 0
     params: Sequence[str] = ()
     chunks: int = 0
     accumulates: bool = False
@@ -161,6 +168,14 @@ class Operation:
     def output(self) -> Stored:
         """The last storage that it writes."""
         return self.writes[-1]
+
+    def flows(self, local: LocalSizes) -> Flows:
+        """Return the collectives of its matmul."""
+        assert self.matmul is not None, f"{self.name} is a linear"
+        if self.fp8 is not None:
+            return self.fp8.flows(local.itemsize, local.wgrad_itemsize)
+        sizes = self.matmul.m, self.matmul.n, self.matmul.k, local.itemsize
+        return flows(self.matmul.plan, local.mesh, *sizes, wgrad_itemsize=local.wgrad_itemsize)
 
     def sent_again(self, modules: Collection[object]) -> Sequence[Traffic]:
         """Return the collectives of its recomputation, with one of these modules or, if there are none, its layer."""
@@ -214,34 +229,41 @@ def kept_by(operations: Sequence[Operation], modules: Collection[object] = ()) -
 
 
 def linear(local: LocalSizes, path: str, x: Stored, num_bytes: int, matmul: LocalMatmul | None = None) -> Operation:
-    """Return a linear with its output of `num_bytes`; it keeps its input."""
+    """Return a linear with its output of `num_bytes`; it keeps its input, in fp8 X^T in its place."""
     matmul = matmul or local.matmuls[path]
-    flops = matmul.flops(local.mesh)
+    flops, has_bias = matmul.flops(local.mesh), linear_size(local.arch, path).has_bias
     module = MLA_UP_PROJ if path in (Q_UP, KV_UP) else None
-    at_dgrad, at_wgrad = linear_backward(local, matmul)
-    first = linear_forward(local, matmul)
+    fp8 = local.quantized(path, matmul)
+    work = linear_work(local, matmul) if fp8 is None else fp8_work(local, matmul, fp8)
     whole_w = matmul.whole_w * local.itemsize if matmul.plan.w else 0
     kept_weight = whole_w * local.overlap.keep_gathered_weights
-    again = linear_forward(local, matmul, gathers_w=False) if kept_weight else first
+    operands = (matmul.x + matmul.y * local.mesh.size(matmul.plan.dy)) * local.itemsize
+    saved = x
+    if fp8 is not None:
+        saved = Stored(path, "input in fp8", fp8.stored("KM").num_bytes)
+        operands, whole_w = saved.num_bytes + fp8.multiplied("NM").num_bytes, fp8.multiplied("NK").num_bytes
     return Operation(
         name=path,
         reads=(x,),
         writes=(Stored(path, "output", num_bytes),),
-        saves=(x,),
+        saves=(saved,),
         module=module,
         matmul=matmul,
-        has_bias=linear_size(local.arch, path).has_bias,
+        has_bias=has_bias,
+        fp8=fp8,
+        held=() if saved is x else (x,),
+        operand_bytes=operands,
         accumulates=not matmul.plan.w,
         flops=flops,
         backward_flops=2 * flops,
-        peaks={f"backward of {path}": at_dgrad + local.residual, f"wgrad of {path}": at_wgrad + local.residual},
-        dgrad_peak=linear_backward(local, matmul, has_wgrad=False)[0] + local.residual,
-        wgrad_peak=linear_wgrad(local, matmul),
+        peaks={f"backward of {path}": work.dgrad + local.residual, f"wgrad of {path}": work.wgrad + local.residual},
+        dgrad_peak=work.dgrad_alone + local.residual,
+        wgrad_peak=work.late,
         reduced_later=reduced_later(local, matmul),
         kept_weight=kept_weight,
-        prefetched=whole_w * (local.overlap.weight_gather and not kept_weight),
-        gather_peak=first - kept_weight + local.residual,
-        forward_peaks={f"forward of {path}": again + local.residual},
+        prefetched=whole_w * (bool(matmul.plan.w) and local.overlap.weight_gather and not kept_weight),
+        gather_peak=work.forward - kept_weight + local.residual,
+        forward_peaks={f"forward of {path}": work.again + local.residual},
     )
 
 

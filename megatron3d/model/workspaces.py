@@ -7,6 +7,7 @@ collective.  Small tensors (a number per token) are left out.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from megatron3d.model.local_sizes import LocalMatmul, LocalSizes
 from megatron3d.parallel.matmul_plan import MatmulPlan, moves
@@ -58,6 +59,31 @@ class Live:
             self.dead(copied, received if local.kernels.num_received else 0, made)
             made = size
         return made
+
+
+class LinearWork(NamedTuple):
+    """Bytes that a linear has for a moment.
+
+    Attributes:
+        forward: in its forward; `again`: in one that finds its gathered weight.
+        dgrad, wgrad: in the two halves of its backward; `dgrad_alone`: in one that defers the wgrad, `late`: in that.
+    """
+
+    forward: int
+    again: int
+    dgrad: int
+    wgrad: int
+    dgrad_alone: int
+    late: int
+
+
+def linear_work(local: LocalSizes, matmul: LocalMatmul) -> LinearWork:
+    """Return the bytes that a linear has for a moment whose operands are as they are stored."""
+    first = linear_forward(local, matmul)
+    is_kept = bool(matmul.plan.w) and local.overlap.keep_gathered_weights
+    again = linear_forward(local, matmul, gathers_w=False) if is_kept else first
+    alone, _ = linear_backward(local, matmul, has_wgrad=False)
+    return LinearWork(first, again, *linear_backward(local, matmul), alone, linear_wgrad(local, matmul))
 
 
 def linear_forward(local: LocalSizes, matmul: LocalMatmul, gathers_w: bool = True) -> int:

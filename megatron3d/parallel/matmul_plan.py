@@ -10,7 +10,7 @@ each operand is sharded further where it is stored:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import NamedTuple
@@ -132,7 +132,12 @@ def ring(collective: str, axes: Axes, num_bytes: float, mesh: Mesh) -> Traffic:
 
 
 class Flows(NamedTuple):
-    """Collectives of one matmul by operand; backward all-gathers X and W again, since only shards are saved."""
+    """Collectives of one matmul by operand; backward all-gathers X and W again, since only shards are saved.
+
+    Attributes:
+        x_again, w_again: all-gathers of X for dW, and of W for dX.
+        scales, scales_back: all-reduces by which forward and backward find scales of their operands.
+    """
 
     gather_x: list[Traffic]
     gather_w: list[Traffic]
@@ -140,6 +145,10 @@ class Flows(NamedTuple):
     gather_dy: list[Traffic]
     reduce_dx: list[Traffic]
     reduce_dw: list[Traffic]
+    x_again: list[Traffic]
+    w_again: list[Traffic]
+    scales: Sequence[Traffic] = ()
+    scales_back: Sequence[Traffic] = ()
 
 
 def flows(
@@ -152,13 +161,16 @@ def flows(
     """
     plan = plan.on(mesh)
     x, w, y = whole_bytes(plan, mesh, m, n, k, itemsize)
+    gather_x, gather_w = gathers(moves(plan.x), x, mesh), gathers(moves(plan.w), w, mesh)
     return Flows(
-        _gathers(moves(plan.x), x, mesh),
-        _gathers(moves(plan.w), w, mesh),
+        gather_x,
+        gather_w,
         reductions(moves(plan.y), y, mesh),
-        _gathers(moves(plan.dy), y, mesh),
+        gathers(moves(plan.dy), y, mesh),
         reductions(plan.dx_moves, x, mesh),
         reductions(moves(plan.w), w / itemsize * (wgrad_itemsize or itemsize), mesh),
+        gather_x,
+        gather_w,
     )
 
 
@@ -174,7 +186,7 @@ def traffic(plan: MatmulPlan, mesh: Mesh, m: int, n: int, k: int, itemsize: int)
     """Return the collectives of one matmul, forward and then backward, for global sizes m, n, k."""
     flow = flows(plan, mesh, m, n, k, itemsize)
     forward = flow.gather_x + flow.gather_w + flow.reduce_y
-    return forward + flow.gather_dy + flow.gather_w + flow.gather_x + flow.reduce_dx + flow.reduce_dw
+    return forward + flow.gather_dy + flow.w_again + flow.x_again + flow.reduce_dx + flow.reduce_dw
 
 
 def crossing(stored: Layout, copies: Axes, mesh: Mesh, m: int, n: int, itemsize: int) -> list[Traffic]:
@@ -189,7 +201,7 @@ def crossing(stored: Layout, copies: Axes, mesh: Mesh, m: int, n: int, itemsize:
     return [sent, Traffic("all_gather", mesh.nontrivial(copies), part * (ranks - 1))] if ranks > 1 else [sent]
 
 
-def _gathers(steps: tuple[Move, ...], whole_bytes: float, mesh: Mesh) -> list[Traffic]:
+def gathers(steps: tuple[Move, ...], whole_bytes: float, mesh: Mesh) -> list[Traffic]:
     """Return the all-gathers that end at `whole_bytes`; the axes that were split last are gathered first."""
     out = []
     for axes, _ in steps:

@@ -62,8 +62,8 @@ def _sent_fractions(plan: MatmulPlan, mesh: Mesh) -> Mapping[str, Fraction]:
     """Return what a rank sends of each matrix and its gradient, as fractions of the whole matrix."""
     sent = flows(plan, mesh, 1, 1, 1, 1)
     collectives = {
-        "X": (*sent.gather_x, *sent.gather_x, *sent.reduce_dx),
-        "W": (*sent.gather_w, *sent.gather_w, *sent.reduce_dw),
+        "X": (*sent.gather_x, *sent.x_again, *sent.reduce_dx),
+        "W": (*sent.gather_w, *sent.w_again, *sent.reduce_dw),
         "Y": (*sent.reduce_y, *sent.gather_dy),
     }
     fractions = {name: math.fsum(each.wire_bytes for each in traffics) for name, traffics in collectives.items()}

@@ -30,7 +30,7 @@ from megatron3d.model.local_sizes import LocalSizes
 from megatron3d.model.microbatch import Pass
 from megatron3d.model.operation import Operation, Stored, kept_by
 from megatron3d.model.operations import ahead_operations, embedding_operations, head_operations, layer_operations
-from megatron3d.parallel.matmul_plan import Traffic, flows
+from megatron3d.parallel.matmul_plan import Traffic
 from megatron3d.parallel.mesh import Axes
 from megatron3d.train.state import build_state
 from megatron3d.verify.dry_run import microbatches, tensors_by_kind
@@ -263,16 +263,16 @@ class Listed(NamedTuple):
         """Return the collectives of a linear, whose wgrad hides the reduction of dX unless rounds do."""
         local, matmul = self.local, self.operation.matmul
         assert matmul is not None, f"{self.path} is a linear"
-        sizes = matmul.m, matmul.n, matmul.k, local.itemsize
-        sent = flows(matmul.plan, local.mesh, *sizes, wgrad_itemsize=local.wgrad_itemsize)
+        sent = self.operation.flows(local)
         named = in_rounds(sent, matmul.plan) if local.overlap.in_rounds else sent
-        forward = named.gather_x + named.reduce_y
+        forward = [*sent.scales, *named.gather_x, *named.reduce_y]
         if direction == FORWARD:
             return forward + sent.gather_w
         again = self.again is not None
         reduced = sent.reduce_dx if local.overlap.input_grad else named.reduce_dx
-        gathers_w = (not local.overlap.keep_gathered_weights) * (1 + again) * sent.gather_w
-        return again * forward + gathers_w + named.gather_dy + sent.gather_x + reduced + sent.reduce_dw
+        gathers_w = (not local.overlap.keep_gathered_weights) * (again * sent.gather_w + sent.w_again)
+        gathers = [*sent.scales_back, *named.gather_dy, *sent.x_again]
+        return again * forward + gathers_w + gathers + reduced + sent.reduce_dw
 
 
 def listed_operations(step: StepSpec, modules: Iterable[str]) -> Iterator[Listed]:

@@ -6,9 +6,9 @@ A module that is recomputed keeps what it reads (`kept_by`), a run of recomputed
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
-from megatron3d.model.local_sizes import LocalMatmul, LocalSizes
+from megatron3d.model.local_sizes import LocalSizes, kind_counts
 from megatron3d.model.operation import Operation, Stored, kept_by
 from megatron3d.model.operations import (
     ahead_operations,
@@ -17,7 +17,7 @@ from megatron3d.model.operations import (
     head_operations,
     layer_operations,
 )
-from megatron3d.model.spec import NO_RECOMPUTE, LayerRun, layer_counts
+from megatron3d.model.spec import NO_RECOMPUTE, LayerRun
 from megatron3d.model.stage_plan import Stage
 
 
@@ -64,7 +64,7 @@ def recomputed_activations(local: LocalSizes) -> int:
     whole, layers = local.recomputing(NO_RECOMPUTE), range(local.arch.num_layers)
     runs = (run.layers for run in local.recompute.runs(layers) if run.is_recomputed)
     # Most runs have as many layers of each kind as another.
-    recomputed = {frozenset(layer_counts(local.arch, run).items()): run for run in runs}.values()
+    recomputed = {frozenset(kind_counts(local.arch, local.fp8, run).items()): run for run in runs}.values()
     kinds = [each for each, _ in local.by_kind(layers)]
     everything = [total_bytes(layer_activations(each.recomputing(NO_RECOMPUTE))) for each in kinds]
     kept = [total_bytes(layer_activations(each)) for each in kinds]
@@ -89,16 +89,15 @@ def head_activations(local: LocalSizes) -> tuple[Stored, ...]:
 
 
 def deferred_wgrad_activations(local: LocalSizes) -> int:
-    """Return the bytes that a layer keeps from dgrad to its deferred wgrad: X and dY of each GEMM."""
-    found, size = linear_operands(local.matmuls, local), local.itemsize
-    grouped = [gemm for each in layer_operations(local) for gemm in each.gemms if each.is_deferred]
-    return found + round(sum(gemm.batch * gemm.m * (gemm.n + gemm.k) for gemm in grouped)) * size
+    """Return the bytes that a layer keeps from dgrad to its deferred wgrad."""
+    return sum(deferred_operands(local, each) for each in layer_operations(local))
 
 
-def linear_operands(matmuls: Mapping[str, LocalMatmul], local: LocalSizes) -> int:
-    """Return the bytes of X and dY of each matmul."""
-    elements = sum(matmul.x + matmul.y * local.mesh.size(matmul.plan.dy) for matmul in matmuls.values())
-    return elements * local.itemsize
+def deferred_operands(local: LocalSizes, operation: Operation) -> int:
+    """Return the bytes of X and dY of an operation's GEMMs, if their wgrad may be deferred."""
+    gemms = operation.gemms if operation.is_deferred else ()
+    grouped = round(sum(gemm.batch * gemm.m * (gemm.n + gemm.k) for gemm in gemms)) * local.itemsize
+    return operation.operand_bytes + grouped
 
 
 def num_ahead(local: LocalSizes, stage: Stage) -> int:

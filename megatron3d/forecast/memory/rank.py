@@ -28,11 +28,11 @@ from operator import itemgetter
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.forecast.memory.activations import (
     ahead_activations,
+    deferred_operands,
     deferred_wgrad_activations,
     embedding_activations,
     head_activations,
     input_bytes,
-    linear_operands,
     num_ahead,
     run_activations,
     total_bytes,
@@ -45,7 +45,7 @@ from megatron3d.forecast.time.hardware import KernelRates
 from megatron3d.forecast.time.practices import OURS, ExecutionProfile
 from megatron3d.linear.overlap_plan import async_plan
 from megatron3d.model.local_sizes import KERNELS, KernelMemory, LocalSizes
-from megatron3d.model.operations import rotary_tables
+from megatron3d.model.operations import ahead_operations, layer_operations, rotary_tables
 from megatron3d.model.stage_plan import Stage
 from megatron3d.optim.rule_spec import group_of
 from megatron3d.parallel.mesh import PIPELINE, Axes
@@ -113,10 +113,11 @@ def _kept_bytes(step: StepSpec) -> dict[int, tuple[int, int]]:
     """Return the bytes that a microbatch keeps in each stage until its dgrad, and from there to a deferred wgrad."""
     local, found = step.local, {}
     for stage in step.stages:
-        ahead = num_ahead(local, stage)
-        layers = [*stage.layers, *ahead * [local.arch.num_layers - 1]]
-        late = sum(count * deferred_wgrad_activations(each) for each, count in local.by_kind(layers))
-        found[stage.index] = stage_activations(step, stage), late + ahead * linear_operands(local.mtp_matmuls, local)
+        late = sum(count * deferred_wgrad_activations(each) for each, count in local.by_kind(stage.layers))
+        if ahead := num_ahead(local, stage):
+            operations = [*layer_operations(local.layer_ahead), *ahead_operations(local)]
+            late += ahead * sum(deferred_operands(local, each) for each in operations)
+        found[stage.index] = stage_activations(step, stage), late
     return found
 
 

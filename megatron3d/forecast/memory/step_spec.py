@@ -134,6 +134,7 @@ def local_sizes(spec: RunSpec, kernels: KernelMemory) -> LocalSizes:
         loss_chunk=spec.loss_chunk(kernels.on_gpu),
         is_compiled=spec.compiles(kernels.on_gpu),
         records_logits=spec.config.optimizer.qk_clip,
+        fp8=spec.fp8,
     )
     return replace(local, expert_load=expected_load(local, spec.config.parallel.expert_load_imbalance))
 

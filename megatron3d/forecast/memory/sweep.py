@@ -17,7 +17,7 @@ from itertools import accumulate
 from operator import itemgetter
 from typing import NamedTuple
 
-from megatron3d.forecast.memory.activations import input_bytes, linear_operands, modules_of, total_bytes
+from megatron3d.forecast.memory.activations import deferred_operands, input_bytes, modules_of, total_bytes
 from megatron3d.forecast.memory.flat_buffers import FlatBufferSize, unit_of
 from megatron3d.forecast.memory.homes import home_bytes
 from megatron3d.forecast.memory.sharded_state import FsdpUnitSize, GradientBuffer, ShardedState
@@ -96,8 +96,11 @@ def is_linear(operation: Operation) -> bool:
 def forward_events(site: Site, keeps: bool = True, is_again: bool = False) -> Events:
     """Yield a forward, which keeps what backward needs, or only what is found once."""
     ahead, coming = 0, iter([*site.prefetched[1:], site.behind])  # bytes of weights that are prefetched
+    seen = set[tuple[str, str]]()
     for each, kept in kept_by(site.operations, site.modules):
         births = total_bytes(kept if keeps else each.once)
+        seen.update(stored[:2] for stored in kept)
+        held = total_bytes(stored for stored in each.held if stored[:2] not in seen)
         peaks = each.peaks_again if is_again and each.peaks_again else each.forward_peaks
         grads = site.path_of(each) if each.chunks and not is_again else None
         if each.kept_weight and not is_again:
@@ -106,7 +109,7 @@ def forward_events(site: Site, keeps: bool = True, is_again: bool = False) -> Ev
             ahead = next(coming)
         for left, (name, work) in zip(reversed(range(len(peaks))), peaks.items(), strict=True):
             needs = grads if each.accumulates and left == 1 else None
-            yield Event(name, births, work + ahead, births, None if left else grads, needs=needs)
+            yield Event(name, births, work + held + ahead, births, None if left else grads, needs=needs)
         yield Event(each.name, births, ahead)
 
 
@@ -197,14 +200,6 @@ def _with_received(events: Events, num_bytes: int) -> Events:
     yield Event("gradient received", left)
 
 
-def deferred_operands(local: LocalSizes, operation: Operation) -> int:
-    """Return the bytes of X and dY of an operation's GEMMs, if their wgrad may be deferred."""
-    if operation.matmul is not None and is_linear(operation):
-        return linear_operands({operation.name: operation.matmul}, local)
-    gemms = operation.gemms if operation.is_deferred else ()
-    return round(sum(gemm.batch * gemm.m * (gemm.n + gemm.k) for gemm in gemms)) * local.itemsize
-
-
 class Unit(NamedTuple):
     """FSDP unit of a stage: its path, whether backward needs its parameters, and its operations."""
 
@@ -240,7 +235,7 @@ def stage_parts(local: LocalSizes, stage: Stage, table: str, lm_head: str) -> li
         found.append(StagePart([Unit("final_norm", True, [Site("", [norm], local)]), ends]))
     for depth in range(local.arch.mtp_num_layers if stage.has_head else 0):
         path = f"mtp.{depth}"
-        last = _layer(local, local.arch.num_layers - 1, f"{path}.layer.", modules)
+        last = Site(f"{path}.layer.", layer_operations(local.layer_ahead), local.layer_ahead, modules)
         inputs = Site(f"{path}.", [*embedding[1:], *ahead_operations(local)], local)
         inside = [inputs, last, Site(f"{path}.", [norm], local)]
         again = local.recompute.recomputes_ahead

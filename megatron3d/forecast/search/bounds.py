@@ -44,7 +44,7 @@ from megatron3d.forecast.time.data_axis import ParamCounts, collectives_per_step
 from megatron3d.forecast.time.layer import LayerTimes, Machine, layer_times, recomputation_time, times_of
 from megatron3d.forecast.time.step import with_chunks
 from megatron3d.model.expert_operations import expected_load
-from megatron3d.model.local_sizes import KERNELS, LocalSizes
+from megatron3d.model.local_sizes import LocalSizes
 from megatron3d.model.operations import head_operations
 from megatron3d.model.spec import Architecture, Recompute
 from megatron3d.parallel.mesh import DATA, PIPELINE, Mesh
@@ -327,7 +327,7 @@ def _groups_with(
     rest, data = problem.num_ranks // (tensor.size * context.size), mesh.size(DATA[1:])
     shapes = groupby(pipelines(rest, arch.num_layers), key=itemgetter(0))
     by_ranks = {ranks: list(alike) for ranks, alike in shapes if rest // ranks % data == 0}
-    whole = with_chunks(local_sizes(spec, KERNELS["gpu"]), problem.machine)
+    whole = with_chunks(local_sizes(spec, problem.machine.kernels_of(spec)), problem.machine)
     for size in microbatch_sizes(batch):
         if size % mesh.size(mode.batch_axes):
             continue

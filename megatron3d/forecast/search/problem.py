@@ -19,7 +19,6 @@ from megatron3d.forecast.time.layer import Machine
 from megatron3d.forecast.time.practices import OURS, ExecutionProfile, divided_as
 from megatron3d.forecast.time.step import as_configured, load_machine, predict_time, simulated_specs
 from megatron3d.model.linear_spec import flops_per_token
-from megatron3d.model.local_sizes import KERNELS
 from megatron3d.parallel.mesh import PIPELINE
 from megatron3d.runtime.arguments import shorten
 
@@ -161,13 +160,13 @@ class PlanningProblem:
         """Predict the memory of the rank that needs most."""
         simulated, _ = simulated_specs(spec)
         most = self.memory_bytes - self.library_bytes(spec)
-        return largest_rank_memory(make_step_spec(simulated, KERNELS["gpu"]), self.profile, most)
+        return largest_rank_memory(make_step_spec(simulated, self.machine.kernels_of(spec)), self.profile, most)
 
     def fitting_memory(self, spec: RunSpec) -> RankMemory | None:
         """Predict the memory of the rank that needs most; None if a rank needs more than its libraries leave."""
         simulated, _ = simulated_specs(spec)
         most = self.memory_bytes - self.library_bytes(spec)
-        return fitting_rank_memory(make_step_spec(simulated, KERNELS["gpu"]), most, self.profile)
+        return fitting_rank_memory(make_step_spec(simulated, self.machine.kernels_of(spec)), most, self.profile)
 
     def library_bytes(self, spec: RunSpec) -> int:
         """Predict what libraries hold outside torch's allocator, on the pipeline rank with most links."""

@@ -74,7 +74,7 @@ def explain_plan(plan: PredictedLayout, problem: PlanningProblem, num_tokens: fl
         f"{plan.layout}, on {problem.num_ranks} ranks of {cluster.name}",
         *beyond(cluster, problem.num_ranks),
         f"step of {batch} sequences: {step.step_s:.3f} s, {tokens_per_s:,.0f} tokens/s, "
-        f"MFU {100 * problem.mfu(plan):.1f} %",
+        f"MFU {100 * problem.mfu(plan):.1f} %{_of_peak(problem)}",
         f"{num_tokens:,.0f} tokens: {num_tokens / tokens_per_s / DAY_S:,.1f} days",
         "time:",
     ]
@@ -84,6 +84,16 @@ def explain_plan(plan: PredictedLayout, problem: PlanningProblem, num_tokens: fl
     lines.append(f"memory of the rank that needs most, of {problem.memory_bytes / 2**30:.1f} GiB that are there:")
     held = plan.memory.categories | {"CUDA context and communicators": plan.library_bytes, "in all": plan.total_bytes}
     return lines + [f"  {size / 2**30:10.2f} GiB  {kind}" for kind, size in held.items()]
+
+
+def _of_peak(problem: PlanningProblem) -> str:
+    """Return of which peak MFU is a part where GEMMs are in fp8, which may have another one."""
+    train, device = problem.config.train, problem.machine.device
+    if train.fp8 is None:
+        return ""
+    has_kernel = device.multiplies_fp8(train.fp8_recipe, train.precision)
+    how = "" if has_kernel else f"; there is no kernel for fp8 {train.fp8_recipe}, whose operands are restored"
+    return f" of the peak in {train.precision}{how}"
 
 
 def beyond(cluster: Cluster, num_ranks: int) -> Iterator[str]:

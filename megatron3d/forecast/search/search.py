@@ -29,7 +29,6 @@ from megatron3d.forecast.search.bounds import LayoutGroup, in_order, layout_grou
 from megatron3d.forecast.search.options import LayoutChoice, LayoutFields, TensorChoice
 from megatron3d.forecast.search.problem import NOTHING, VALUES, FixedKeys, PlanningProblem, PredictedLayout
 from megatron3d.model.linear_spec import num_parameters
-from megatron3d.model.local_sizes import KERNELS
 from megatron3d.parallel.modes import MODES
 
 
@@ -238,7 +237,10 @@ def fewest_doubled(problem: PlanningProblem, modes: Sequence[str], least: int) -
 
 def least_state_bytes(problem: PlanningProblem) -> float:
     """Return the bytes of weights, gradients and optimizer of the whole model, of which no rank holds a copy."""
-    step = make_step_spec(problem.spec(LayoutChoice(_alone()).apply_to(problem.config)), KERNELS["gpu"])
+    step = make_step_spec(
+        problem.spec(LayoutChoice(_alone()).apply_to(problem.config)),
+        problem.machine.kernels_of(problem.spec(problem.config)),
+    )
     params = num_parameters(step.local.arch)
     return float(params * (2 * step.local.wide + min(map(step.state_bytes, step.rule.all))))
 

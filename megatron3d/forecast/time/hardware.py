@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -28,12 +28,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from megatron3d.config.yaml_origins import read_yaml
 from megatron3d.errors import UserError
 from megatron3d.forecast.time.practices import NEUTRAL, FittedTerms
+from megatron3d.forecast.time.tasks import GemmKind
+from megatron3d.linear.fp8_plan import has_kernel
 from megatron3d.parallel.matmul_plan import Traffic
 from megatron3d.parallel.mesh import Axes, Mesh
 from megatron3d.runtime.arguments import MAX_NUMBER, MAX_RANKS, shorten
 
 FOLDER = Path(__file__).parents[2] / "hardware"
 CLUSTERS = FOLDER / "clusters"
+# Name of fp8 among the peaks of an accelerator.
+FP8 = "fp8"
 # Bytes of a row that Tensor Cores load at a time (cuBLAS, "Tensor Core Usage").
 LOAD_BYTES = 16
 
@@ -56,7 +60,7 @@ class KernelRates(HardwareFile):
         memory_gib: device memory of a process: `context_gib` for its context, `communicator_gib` for each communicator,
             and the rest for tensors.
         stream_gb_s: memory bandwidth by data sheet; long memory-bound kernels reach `stream_fraction` of it.
-        matmul_fraction: fraction of the peak that the best large GEMM sustains.
+        matmul_fraction: fraction of the peak that the best large GEMM sustains; `fp8_fraction`: of fp8's, if another.
         tile_fractions: fraction of that by the output tile of a multiprocessor; smaller tiles read more per FLOP.
         num_units: number of multiprocessors; each computes one tile at a time.
         ramp_k: ramp-up and drain of a tile, as additional length of K.
@@ -72,6 +76,7 @@ class KernelRates(HardwareFile):
     stream_gb_s: Above0
     stream_fraction: Share
     matmul_fraction: Share
+    fp8_fraction: Share | None = None
     tile_fractions: Mapping[Annotated[str, Field(pattern=r"^[1-9][0-9]{0,5}x[1-9][0-9]{0,5}$")], Share] = Field(
         min_length=1
     )
@@ -99,6 +104,7 @@ class MeasuredRates(HardwareFile):
 
     stream_fraction: Share
     matmul_fraction: Share
+    fp8_fraction: Share | None = None
     attention_fractions: tuple[Share, Share]
 
 
@@ -106,12 +112,14 @@ class Accelerator(HardwareFile):
     """An accelerator; without `kernels` only its peak is known.
 
     Attributes:
+        capability: compute capability of an NVIDIA GPU, by which its kernels of fp8 operands are known.
         kernels: rates of the published runs that validate the cost model, or of a calibration.
         measured: rates that differ from them with today's kernels.
     """
 
     device_names: str
     peak_tflops: Mapping[str, Above0]
+    capability: tuple[int, int] | None = None
     source: str
     kernels: KernelRates | None = None
     measured: MeasuredRates | None = None
@@ -255,7 +263,8 @@ class DeviceModel:
 
     Attributes:
         peak: FLOP/s.
-        plain_peak: FLOP/s without Tensor Cores.
+        plain_peak: FLOP/s without Tensor Cores; `fp8_peak`: of fp8 operands, 0 without Tensor Cores of fp8.
+        capability: compute capability of an NVIDIA GPU.
         slowdown: factor by which ranks that share its units are slower than one alone.
         fitted: fitted factors of the framework whose kernels run.
     """
@@ -266,6 +275,23 @@ class DeviceModel:
     itemsize: int
     slowdown: float = 1.0
     fitted: FittedTerms = NEUTRAL
+    fp8_peak: float = 0.0
+    capability: tuple[int, int] | None = None
+
+    def multiplies_fp8(self, recipe_name: str, precision: str) -> bool:
+        """Return whether GEMMs read fp8 operands of a recipe."""
+        return self.fp8_peak > 0 and has_kernel(recipe_name, self.capability, precision)
+
+    def as_kind(self, kind: GemmKind) -> DeviceModel:
+        """Return the device as GEMMs of operands of this kind find it; the ramp takes the same time of each."""
+        if kind is GemmKind.NATIVE:
+            return self
+        kernels = self.kernels
+        peak, itemsize = (self.fp8_peak, 1) if kind is GemmKind.FP8 else (self.plain_peak, max(self.itemsize, 4))
+        fraction = (kernels.fp8_fraction if kind is GemmKind.FP8 else None) or kernels.matmul_fraction
+        rate = peak * fraction / (self.peak * kernels.matmul_fraction)
+        changed = {"matmul_fraction": fraction, "ramp_k": kernels.ramp_k * rate}
+        return replace(self, kernels=kernels.model_copy(update=changed), peak=peak, itemsize=itemsize)
 
     def gemm_s(self, m: float, n: float, k: float, batch: float = 1) -> float:
         """Return the seconds of `batch` GEMMs Y[m, n] = X[m, k] W[k, n].
@@ -282,7 +308,8 @@ class DeviceModel:
             * (2 * rows * columns * (k + kernels.ramp_k) / (unit * fraction))
             for rows, columns, fraction in kernels.tiles
         )
-        moved = (m * k + k * n + m * n) * batch * self.itemsize / kernels.bytes_per_s
+        sizes = (m * k + k * n) * self.itemsize + m * n * max(self.itemsize, 2)  # no result is in fp8
+        moved = sizes * batch / kernels.bytes_per_s
         return self.launched(max(self.fitted.products * compute, moved))
 
     def memory_bound_s(self, num_bytes: float, kernels: int = 1) -> float:
@@ -314,13 +341,21 @@ class DeviceModel:
 
 def device_model(accelerator: Accelerator, precision: str, itemsize: int, slowdown: float = 1.0) -> DeviceModel:
     """Return an accelerator's kernel times in a training precision.  Raises UserError if it lacks that precision."""
-    if precision not in accelerator.peak_tflops:
-        known = ", ".join(accelerator.peak_tflops)
+    if precision not in accelerator.peak_tflops or precision == FP8:
+        known = ", ".join(each for each in accelerator.peak_tflops if each != FP8)
         raise UserError(f"train.precision={precision}: {accelerator.device_names} does not compute in it; use {known}")
     assert accelerator.kernels is not None, "load_accelerator gives accelerators whose kernels are known"
     peak = accelerator.peak_tflops[precision]
     plain = min(peak, accelerator.peak_tflops.get("fp32", peak))
-    return DeviceModel(accelerator.kernels, peak * 1e12, plain * 1e12, itemsize, slowdown)
+    return DeviceModel(
+        accelerator.kernels,
+        peak * 1e12,
+        plain * 1e12,
+        itemsize,
+        slowdown,
+        fp8_peak=accelerator.peak_tflops.get(FP8, 0.0) * 1e12,
+        capability=accelerator.capability,
+    )
 
 
 @dataclass(frozen=True)

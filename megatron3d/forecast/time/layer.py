@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.forecast.time.breakdown import ATTENTION, GEMMS, MEMORY, SLOWDOWN, TimeBreakdown
 from megatron3d.forecast.time.hardware import DeviceModel, Network
 from megatron3d.forecast.time.practices import COMPILED, ExecutionProfile
@@ -18,11 +19,12 @@ from megatron3d.forecast.time.tasks import (
     FORWARD,
     PHASES,
     SCORES,
+    GemmKind,
     Task,
     tasks_of,
 )
 from megatron3d.linear.overlap_plan import ExposedComm
-from megatron3d.model.local_sizes import LocalSizes
+from megatron3d.model.local_sizes import KERNELS, KernelMemory, LocalSizes
 from megatron3d.model.operation import LocalGemm, Operation
 from megatron3d.model.operations import layer_operations
 
@@ -39,6 +41,14 @@ class Machine:
     def on_gpu(self) -> bool:
         """Whether ranks are GPUs; ranks of a cluster of CPUs share cores."""
         return self.network.cluster.cores is None
+
+    def kernels_of(self, spec: RunSpec) -> KernelMemory:
+        """Return the kernels by which a run needs memory."""
+        kernels = KERNELS["gpu" if self.on_gpu else "cpu"]
+        if spec.fp8 is None:
+            return kernels
+        multiplies_fp8 = self.device.multiplies_fp8(spec.fp8.recipe_name, spec.config.train.precision)
+        return replace(kernels, multiplies_fp8=multiplies_fp8)
 
     def compiled(self) -> Machine:
         """Return the machine with compiled kernels."""
@@ -88,7 +98,7 @@ class TimedTasks:
     local: LocalSizes
     machine: Machine
     during: dict[str, float] = field(default_factory=dict)
-    gemms: dict[LocalGemm, float] = field(default_factory=dict)
+    gemms: dict[tuple[LocalGemm, GemmKind], float] = field(default_factory=dict)
 
     @staticmethod
     def of(
@@ -138,11 +148,11 @@ class TimedTasks:
     def _kernel_s(self, task: Task) -> float:
         """Return the seconds of a task's kernels when it runs once."""
         if task.gemm is not None:
-            seconds = self._gemm_s(task.gemm)
+            seconds = self._gemm_s(task.gemm, task.kind)
             if task.rounds is None:
                 return seconds
             count, smaller = task.rounds
-            return max(0.0, count * self._gemm_s(smaller) - seconds)
+            return max(0.0, count * self._gemm_s(smaller, task.kind) - seconds)
         if task.scores is not None:
             batch, queries, keys, channels, share, _ = task.scores
             flops = 4 * batch * queries * keys * channels / 2 * share
@@ -150,7 +160,7 @@ class TimedTasks:
             return self.machine.device.attention_s(flops * (2.5 if backward else 1), backward)
         return self.machine.device.memory_bound_s(task.size * task.accesses, task.num_kernels)
 
-    def _gemm_s(self, gemm: LocalGemm) -> float:
-        if gemm not in self.gemms:
-            self.gemms[gemm] = self.machine.device.gemm_s(*gemm)
-        return self.gemms[gemm]
+    def _gemm_s(self, gemm: LocalGemm, kind: GemmKind) -> float:
+        if (gemm, kind) not in self.gemms:
+            self.gemms[gemm, kind] = self.machine.device.as_kind(kind).gemm_s(*gemm)
+        return self.gemms[gemm, kind]

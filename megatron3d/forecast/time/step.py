@@ -41,7 +41,7 @@ from megatron3d.forecast.time.layer import (
 )
 from megatron3d.forecast.time.practices import GRADIENTS, OURS, STAGES, WEIGHTS, ExecutionProfile
 from megatron3d.forecast.time.update import update_s
-from megatron3d.model.local_sizes import KERNELS, LocalSizes
+from megatron3d.model.local_sizes import LocalSizes
 from megatron3d.model.operations import ahead_operations, embedding_operations, head_operations
 from megatron3d.model.spec import NO_RECOMPUTE
 from megatron3d.model.stage_plan import Stage
@@ -142,7 +142,7 @@ def simulated_step(spec: RunSpec, machine: Machine) -> SimulatedStep:
     """Return the simulation inputs of a valid run; of many microbatches only a few are simulated."""
     simulated, shorter = simulated_specs(spec)
     machine = as_configured(machine, spec)
-    local = with_chunks(local_sizes(spec, KERNELS["gpu" if machine.on_gpu else "cpu"]), machine)
+    local = with_chunks(local_sizes(spec, machine.kernels_of(spec)), machine)
     return SimulatedStep(
         local,
         simulated.pipeline,
@@ -200,7 +200,8 @@ def stage_times(step: SimulatedStep) -> Durations:
     embedding, head = ends_times(local, machine)
     blocked = stage_transfer_time(step) if STAGES in machine.profile.alone else TimeBreakdown()
     found: dict[tuple[int, ActionKind], TimeBreakdown] = {}
-    layer = kinds[local.layer_ahead.layer][local.recompute.recomputes_ahead]
+    last = local.layer_ahead
+    layer = (_times_of_kind(last, machine) if last.is_ahead else kinds[last.layer])[local.recompute.recomputes_ahead]
     ahead = times_of(ahead_operations(local), local, machine, is_recomputed=local.recompute.recomputes_ahead)
     module = layer, ahead, embedding, head
     for stage in step.pipeline.stages:

@@ -19,6 +19,7 @@ each element is read and written once more.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from enum import Enum
 from itertools import chain
 from typing import NamedTuple
 
@@ -26,7 +27,7 @@ from megatron3d.forecast.memory.activations import modules_of
 from megatron3d.linear.overlap_plan import IN_ROUNDS, NO_ROUNDS, async_plan, in_rounds
 from megatron3d.model.local_sizes import LocalSizes
 from megatron3d.model.operation import LocalGemm, Operation, Scores
-from megatron3d.parallel.matmul_plan import MatmulPlan, Move, Traffic, flows, moves, whole_bytes
+from megatron3d.parallel.matmul_plan import MatmulPlan, Move, Traffic, moves, whole_bytes
 from megatron3d.parallel.mesh import Mesh
 
 # Phases of a layer, a letter each: forward, dgrad and wgrad of a split backward, an unsplit backward, recomputation.
@@ -39,6 +40,7 @@ GEMM, PRODUCT, SCORES, ROUNDS = "GEMM of a linear", "other GEMM", "scores", "rou
 LOSS, ACCUMULATION, BIAS_GRAD, CONCAT, MOVED = "loss", "accumulation", "bias gradient", "concatenation", "moved"
 OPERANDS, OPERANDS_IN_ROUNDS, WEIGHT = "operands", "operands in rounds", "weight"
 INPUT_GRAD, WEIGHT_GRAD = "dX", "dW"
+QUANTIZATION, SCALES = "quantization", "scales"
 # Besides those that follow from the plan of a linear: these wait or are hidden, tokens on their way to their experts
 # by the shared experts.
 SENT, HIDDEN, TOKENS = SENDS = "sent", "hidden", "tokens"
@@ -78,6 +80,19 @@ KERNELS: Mapping[str, MemoryAccesses] = {
 CAPPED_SCORES = MemoryAccesses(36.0, 52.0, 10)
 # Bytes per weight to accumulate a gradient: read it (2), add it to fp32 main_grad (4 + 4).
 GRAD_BYTES = 10.0
+# The same of a dW that kernels of fp8 operands have written in fp32: none of them adds to its result.
+FP8_GRAD_BYTES = 12.0
+# Accesses of torch's operations that quantize an element in the dtype of its value: without sign and largest value (3),
+# scale (2), conversion and order (3); and that restore one by way of fp32: conversion (2), scale (2), conversion (2).
+TORCH_QUANTIZATION, TORCH_RESTORATION = MemoryAccesses(8, 8, 5), MemoryAccesses(6, 6, 5)
+
+
+class GemmKind(Enum):
+    """Operands of a GEMM: those of the network's dtype, fp8, or fp32 or wider."""
+
+    NATIVE = "native"
+    FP8 = "fp8"
+    WIDE = "wide"
 
 
 class Task(NamedTuple):
@@ -86,7 +101,8 @@ class Task(NamedTuple):
     Attributes:
         operation: name of the operation; `what`: what the task is.
         phases: letters of the phases in which it runs.
-        gemm: its GEMM; `rounds`: of how many smaller GEMMs in its place it is what they take longer.
+        gemm: its GEMM, `kind`: its operands; `rounds`: of how many smaller GEMMs in its place it is what they take
+            longer.
         scores: attention in one kernel.
         size, accesses, num_kernels: of memory-bound kernels, bytes of one access.
         repeats: how often it runs.
@@ -100,6 +116,7 @@ class Task(NamedTuple):
     what: str
     phases: str
     gemm: LocalGemm | None = None
+    kind: GemmKind = GemmKind.NATIVE
     rounds: tuple[int, LocalGemm] | None = None
     scores: Scores | None = None
     size: float = 0.0
@@ -217,13 +234,15 @@ def _linear(operation: Operation, before: str, local: LocalSizes) -> Iterator[Ta
     name, matmul, mesh, overlap = operation.name, operation.matmul, local.mesh, local.overlap
     assert matmul is not None, f"{name} is a linear"
     plan, gemm = matmul.plan, LocalGemm(*matmul.multiplied(mesh))
-    sent = flows(plan, mesh, *matmul[1:4], local.itemsize, wgrad_itemsize=local.wgrad_itemsize)
+    sent = operation.flows(local)
     named = in_rounds(sent, plan) if overlap.in_rounds else sent
-    gathers_w = [] if overlap.keep_gathered_weights else sent.gather_w
+    gathers_w = [] if overlap.keep_gathered_weights else sent.w_again
     two = (name, name)
-    yield Task(name, GEMM, FORWARD, gemm, hides=name)
-    yield Task(name, GEMM, DGRAD, gemm)
-    yield Task(name, GEMM, WGRAD, gemm)
+    kind = _gemm_kind(operation, local)
+    yield Task(name, GEMM, FORWARD, gemm, kind, hides=name)
+    yield Task(name, GEMM, DGRAD, gemm, kind)
+    yield Task(name, GEMM, WGRAD, gemm, kind)
+    yield from _quantization(operation, local)
     yield from _rounds(operation, gemm, local)
     yield from _operands(name, FORWARD, named.gather_x + named.reduce_y, (name, f"{name} in rounds"), mesh)
     yield from _operands(name, DGRAD, named.gather_dy, (name,), mesh)
@@ -232,20 +251,53 @@ def _linear(operation: Operation, before: str, local: LocalSizes) -> Iterator[Ta
         (WEIGHT, FORWARD, sent.gather_w, (before,) * overlap.weight_gather),
         (WEIGHT, DGRAD, gathers_w, two * overlap.weight_gather),
         (WEIGHT_GRAD, WGRAD, sent.reduce_dw, two * overlap.weight_grad),
-        (SENT, SPLIT_WGRAD, sent.gather_x, ()),
-        (HIDDEN, WHOLE, sent.gather_x, (name,)),
+        (SCALES, FORWARD, sent.scales, ()),
+        (SCALES, DGRAD, sent.scales_back, ()),
+        (SENT, SPLIT_WGRAD, sent.x_again, ()),
+        (HIDDEN, WHOLE, sent.x_again, (name,)),
         (INPUT_GRAD, WHOLE, sent.reduce_dx if overlap.input_grad else [], (name,)),
     ):
         if calls:
             yield Task(name, what, phases, calls=calls, behind=behind)
     if operation.has_bias:
         yield Task(name, BIAS_GRAD, DGRAD, size=gemm.m * gemm.n / mesh.size(plan.dy) * local.itemsize)
-    yield _accumulation(name, WGRAD, gemm.n * gemm.k / mesh.size(plan.w), bool(sent.reduce_dw))
+    accumulation = _accumulation(name, WGRAD, gemm.n * gemm.k / mesh.size(plan.w), bool(sent.reduce_dw))
+    yield accumulation if kind is not GemmKind.FP8 else accumulation._replace(accesses=FP8_GRAD_BYTES, behind=())
     copied = concat_copies(plan, mesh, *matmul[1:4], local.itemsize)
     sizes = {FORWARD: copied.forward, DGRAD: copied.dy + copied.dx + copied.w * bool(gathers_w)}
     for phases, size in (sizes | {WGRAD: copied.x + copied.w}).items():
         if size:
             yield Task(name, CONCAT, phases, size=size)
+
+
+def _gemm_kind(operation: Operation, local: LocalSizes) -> GemmKind:
+    """Return the operands of a linear's GEMMs; dequantized ones are as wide as their values need."""
+    if operation.fp8 is None:
+        return GemmKind.NATIVE
+    if local.kernels.multiplies_fp8:
+        return GemmKind.FP8
+    return GemmKind.NATIVE if operation.fp8.recipe.has_powers else GemmKind.WIDE
+
+
+def _quantization(operation: Operation, local: LocalSizes) -> Iterator[Task]:
+    """Yield the kernels that quantize the operands of a linear and, where none multiplies fp8, restore them."""
+    name, fp8 = operation.name, operation.fp8
+    if fp8 is None:
+        return
+    restores = not local.kernels.multiplies_fp8
+    is_one_pass = local.kernels.on_gpu and fp8.recipe.block is not None
+    value = local.itemsize if fp8.recipe.has_powers else local.wide
+    for phases, each in zip((FORWARD, DGRAD), fp8.quantizations(), strict=True):
+        moved, count = float(sum(one.moved_bytes(local.itemsize) for one in each)), len(each)
+        if not is_one_pass:
+            made = [one for one in each if not (one.source == "other form" and fp8.recipe.x.is_square)]
+            moved = sum(one.size.numel for one in made) * value * TORCH_QUANTIZATION.forward
+            count = len(made) * TORCH_QUANTIZATION.num_kernels
+        yield Task(name, QUANTIZATION, phases, size=moved, num_kernels=count)
+    for phases, operands in ((FORWARD, ("MK", "NK")), (DGRAD, ("MN", "KN")), (WGRAD, ("NM", "KM"))) * restores:
+        numel, count = sum(fp8.multiplied(dims).numel for dims in operands), 2 * TORCH_RESTORATION.num_kernels
+        moved = numel * local.wide * TORCH_RESTORATION.forward
+        yield Task(name, QUANTIZATION, phases, size=moved, num_kernels=count)
 
 
 def _operands(name: str, phases: str, calls: Sequence[Traffic], behind: tuple[str, ...], mesh: Mesh) -> Iterator[Task]:

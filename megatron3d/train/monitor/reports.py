@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from shlex import quote
 from typing import Any
@@ -30,6 +30,7 @@ from megatron3d.forecast.time.forecast import Forecast, forecast
 from megatron3d.hardware.apex import describe_apex
 from megatron3d.hardware.devices import Peak, describe_attention, describe_peak
 from megatron3d.linear.gemm import onednn_gemms
+from megatron3d.linear.scaled_mm import describe_fp8, kernel_on, machine_of
 from megatron3d.metrics.step_record import StepWork
 from megatron3d.model.experts import ExpertLinear
 from megatron3d.model.layers import is_opaque
@@ -50,7 +51,11 @@ _CPU_MESSAGES = ("can't allocate memory", "not enough memory")
 
 def job_of(spec: RunSpec, device: torch.device) -> StepSpec:
     """Return the description of this rank's step from which its memory is estimated."""
-    return make_step_spec(spec, KERNELS["cpu" if device.type == "cpu" else "gpu"])
+    kernels = KERNELS["cpu" if device.type == "cpu" else "gpu"]
+    if spec.fp8 is not None:
+        kernel = kernel_on(machine_of(device), spec.fp8.recipe_name) if spec.config.train.precision == "bf16" else None
+        kernels = replace(kernels, multiplies_fp8=kernel is not None)
+    return make_step_spec(spec, kernels)
 
 
 def max_by_pipeline_rank(state: ParallelState, comm: Comm, num_bytes: int) -> list[int]:
@@ -84,6 +89,17 @@ def describe_gemms(state: TrainState) -> str | None:
     if whole.device.type != "cpu" or whole.dtype != torch.float32:
         return None
     return f"GEMMs by oneDNN instead of MKL on this CPU: {onednn_gemms(whole.device, whole.dtype)}"
+
+
+def describe_fp8_linears(state: TrainState) -> str | None:
+    """Describe the recipe of fp8, the kernels that multiply by it, and the linears that stay in precision."""
+    fp8, train, whole = state.spec.fp8, state.spec.config.train, state.buffers.flat_buffers[0].params
+    if fp8 is None:
+        return None
+    layers = [f"layers {', '.join(map(str, sorted(fp8.wide_layers)))}"] if fp8.wide_layers else []
+    kept = " and ".join([*layers, *fp8.wide])
+    stay = f"; {kept} stay in {train.precision}" if kept else ""
+    return f"{describe_fp8(fp8, machine_of(whole.device), whole.dtype)}{stay}"
 
 
 def describe_attention_kernel(state: TrainState) -> str:
@@ -181,6 +197,7 @@ def describe_buckets(state: TrainState) -> str | None:
 # In the order of the report.
 FACTS: tuple[Fact, ...] = (
     describe_gemms,
+    describe_fp8_linears,
     describe_attention_kernel,
     describe_experts,
     describe_context,
@@ -265,7 +282,7 @@ def _lines(state: TrainState, peak: Peak | None, settings: Mapping[str, str]) ->
     yield from ("estimated memory:", *memory_table(job))
     expected = forecast(spec, whole.device.type == "cpu")
     yield expected if isinstance(expected, str) else expected.line()
-    yield describe_peak(peak, whole.device, config.train.precision)
+    yield describe_peak(peak, whole.device, config.train.precision, spec.fp8 is not None)
 
 
 def report_end(run: Run) -> Iterator[str]:

@@ -16,11 +16,13 @@ SHEETS = {path.name: path for path in files("megatron3d.hardware").iterdir() if 
 @pytest.mark.parametrize("name", SHEETS)
 def test_every_number_of_a_sheet_has_a_source_and_is_dense(name: str) -> None:
     sheet = yaml.safe_load(SHEETS[name].read_text())
-    assert set(sheet) - {"kernels", "measured"} == {"device_names", "peak_tflops", "source"}
+    assert set(sheet) - {"kernels", "measured"} == {"device_names", "peak_tflops", "capability", "source"}
     assert len(sheet["source"]) > 20
     dense = sheet["peak_tflops"]
-    assert set(dense) <= {"fp64", "fp32", "bf16", "fp16"}
+    assert set(dense) <= {"fp64", "fp32", "bf16", "fp16", "fp8"}
     assert dense.get("fp64", 0) <= dense["fp32"] <= dense["fp16"] <= 2500
+    has_fp8 = sheet["capability"] >= [8, 9]
+    assert dense.get("fp8", 0) == (pytest.approx(2 * dense["fp16"], rel=0.005) if has_fp8 else 0)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from tests.support.turn_ranks import connect, run_turns
 
 MODEL = {"num_layers": 2, "hidden_size": 48, "num_attention_heads": 8, "seq_length": 8}
 VOCAB_SIZE = 61
+CPU = torch.device("cpu")
 
 
 CONFIG = Config.model_validate({"model": MODEL, "train": {"micro_batch_size": 8, "global_batch_size": 16}})
@@ -90,6 +91,18 @@ def test_the_report_adds_up() -> None:
     assert "set logging.peak_tflops" in startup_report(state, None, {})
     assert "> attention: " in text and "> loss: torch's operations, in chunks of" in text
     assert "> allocator: the usual one" in text and "> communicators" not in text
+
+
+def test_the_report_names_what_multiplies_in_fp8() -> None:
+    fp8 = {"fp8": "hybrid", "fp8_recipe": "rowwise", "fp8_exclude": ["*.attention.proj"]}
+    train = {"micro_batch_size": 8, "global_batch_size": 16, "num_layers_at_start_in_bf16": 1, **fp8}
+    spec = RunSpec(Config.model_validate({"model": MODEL, "train": train}), 1, VOCAB_SIZE)
+    text = startup_report(build_state(spec, connect(spec), CPU), Peak(2e12, "a data sheet"), {})
+    (line,) = (line for line in text.splitlines() if line.startswith("> fp8 "))
+    assert line.startswith("> fp8 rowwise, hybrid: restored to float32 and multiplied; there is no scaled GEMM")
+    assert line.endswith("; layers 0 and *.attention.proj stay in fp32")
+    assert "2 TFLOP/s in fp32, fp8 or not, per device" in text
+    assert "> fp8" not in startup_report(build(0, 1, {}), None, {})
 
 
 def describe_everywhere(rank: int, world_size: int) -> None:

@@ -1,0 +1,117 @@
+"""Fact: steps with fp8 linears are predicted by the kernels that a device has for them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from megatron3d.config.read import read_config
+from megatron3d.config.validate.rules import check
+from megatron3d.errors import UserError
+from megatron3d.forecast.memory.step_spec import local_sizes
+from megatron3d.forecast.search.problem import PlanningProblem, read_fixed
+from megatron3d.forecast.search.search import search
+from megatron3d.forecast.time.hardware import DeviceModel, device_model, load_accelerator
+from megatron3d.forecast.time.layer import TimedTasks
+from megatron3d.forecast.time.step import load_machine
+from megatron3d.forecast.time.tasks import GEMM, QUANTIZATION, SCALES, GemmKind
+from megatron3d.linear.fp8_plan import CAPABILITIES, RECIPES, has_kernel
+from megatron3d.linear.scaled_mm import KERNELS
+from megatron3d.model.operations import layer_operations
+
+LLAMA_8B = Path("configs/llama-8b.yaml")
+VOCAB_SIZE = 128_256
+
+
+def problem(cluster: str = "eos", *overrides: str) -> PlanningProblem:
+    """Return the 8B on 64 GPUs of a cluster."""
+    config = read_config(LLAMA_8B, list(overrides)).config
+    return PlanningProblem(config, VOCAB_SIZE, cluster, 64)
+
+
+def fp8(recipe: str) -> tuple[str, str]:
+    return "train.fp8=e4m3", f"train.fp8_recipe={recipe}"
+
+
+def step_s(cluster: str = "eos", *overrides: str) -> float:
+    here = problem(cluster, *overrides)
+    return here.step(here.spec(here.config)).step_s
+
+
+def device(name: str) -> DeviceModel:
+    return device_model(load_accelerator(name).today, "bf16", 2)
+
+
+def test_blockwise_is_faster_on_hopper() -> None:
+    """torchao's tensorwise recipe is 1.25 times as fast as bf16 on 8 H100 (pytorch.org, 2024)."""
+    assert 1.1 < step_s() / step_s("eos", *fp8("blockwise")) < 1.5
+
+
+def test_devices_without_a_kernel_restore_their_operands() -> None:
+    """A100 has no fp8, and Hopper none for blocks of 32; values of other scales than powers of 2 need fp32."""
+    assert step_s("selene", *fp8("blockwise")) > 1.2 * step_s("selene")
+    assert step_s("eos", *fp8("mxfp8")) > 1.2 * step_s("eos")
+    assert step_s("selene", *fp8("tensorwise")) > 3 * step_s("selene", *fp8("rowwise"))
+
+
+def test_gemms_run_at_the_peak_of_their_operands() -> None:
+    """The rates that were measured on H100: 1,117 to 1,330 TFLOP/s (benchmarks/results/h100.jsonl)."""
+    h100 = device("h100_sxm").as_kind(GemmKind.FP8)
+    for (m, k, n), tflops in (((8192, 8192, 8192), 1330), ((8192, 2048, 8192), 1210), ((8192, 4096, 14336), 1300)):
+        assert 2e-12 * m * n * k / h100.gemm_s(m, n, k) == pytest.approx(tflops, rel=0.1)
+    a100 = device("a100")
+    size = 8192
+    wide, native = (a100.as_kind(kind).gemm_s(size, size, size) for kind in (GemmKind.WIDE, GemmKind.NATIVE))
+    assert wide / native == pytest.approx(312 / 19.5, rel=0.05)
+
+
+def test_capabilities_are_those_of_the_kernels() -> None:
+    firsts = {name: min(each.capabilities[0] for each in KERNELS if each.recipe_name == name) for name in RECIPES}
+    assert firsts == dict(CAPABILITIES)
+    assert has_kernel("blockwise", (9, 0), "bf16") and not has_kernel("blockwise", (8, 9), "bf16")
+    assert not has_kernel("blockwise", (9, 0), "fp16") and not has_kernel("blockwise", None, "bf16")
+
+
+def tasks_of(*overrides: str) -> TimedTasks:
+    here = problem("eos", *overrides)
+    spec, machine = here.spec(here.config), load_machine("eos", "bf16", 64)
+    local = local_sizes(spec, machine.kernels_of(spec))
+    return TimedTasks.of(layer_operations(local), local, machine)
+
+
+def test_tasks_of_a_linear() -> None:
+    """Blocks are found in one pass, X and its transpose together; dW is read and added in fp32."""
+    of_blocks, of_rows = tasks_of(*fp8("blockwise")), tasks_of(*fp8("rowwise"))
+    tokens, hidden, ffn = 8192, 4096, 2 * 14336 // 8
+    forward, backward = (
+        task.size for task in of_blocks.tasks if (task.operation, task.what) == ("mlp.fc1", QUANTIZATION)
+    )
+    x, w, y = tokens // 8 * hidden, hidden * ffn, tokens * ffn
+    assert forward == pytest.approx(x * (2 + 1 + 4 / 128) + w * (2 + 1) + x * (1 + 4 / 128), rel=0.001)
+    assert backward == pytest.approx(w * (2 + 1) + y * (2 + 1 + 4 / 128) + y * (1 + 1 + 4 / 128), rel=0.001)
+    kinds = {task.kind for task in of_blocks.tasks if task.what == GEMM}
+    assert kinds == {GemmKind.FP8}
+    reduced = Counter(len(task.calls) for task in of_rows.tasks if task.what == SCALES)
+    assert reduced and not [task for task in of_blocks.tasks if task.what == SCALES]
+    (added,) = (task for task in of_blocks.tasks if (task.operation, task.what) == ("mlp.fc1", "accumulation"))
+    assert added.size * added.accesses == 12 * w and not added.behind
+
+
+def test_layouts_that_cut_blocks_are_not_offered() -> None:
+    """Of 768 features 4 ranks have 192, which is no multiple of 128."""
+    sizes = {"hidden_size": 768, "ffn_hidden_size": 2048, "num_attention_heads": 12, "num_query_groups": 12}
+    keys = [f"model.{name}={size}" for name, size in {**sizes, "num_layers": 4, "seq_length": 1024}.items()]
+    keys.append("train.global_batch_size=64")
+    configs = [read_config(LLAMA_8B, [*keys, *more]).config for more in ((), fp8("blockwise"))]
+    for ranks, is_cut in ((4, True), (2, False)):
+        fixed = read_fixed(["pipeline_model_parallel_size=1", f"tensor_model_parallel_size={ranks}", "zero_stage=1"])
+        plain, blockwise = (PlanningProblem(config, 1024, "eos", 8, fixed=fixed) for config in configs)
+        assert search(plain, 1, ["1d"]).plans
+        if is_cut:
+            with pytest.raises(UserError, match="tensor_model_parallel_size"):
+                search(blockwise, 1, ["1d"])
+        else:
+            (best,) = search(blockwise, 1, ["1d"]).plans
+            assert check(best.config, 8, 1024) == [] and best.config.train.fp8 == "e4m3"
