@@ -146,6 +146,7 @@ PEERS = tuple(
         "optimizers",
         "overlaps",
         "pipeline",
+        "restore",
         "tensor_parallel",
         "peers.torch_executor",
     )

@@ -86,7 +86,7 @@ class LoopbackComm:
         out = x.clone()
         return _sent(x, lambda: out)
 
-    def all_to_all_bytes(self, blocks: Sequence[Tensor]) -> list[Tensor]:
+    def all_to_all_bytes(self, blocks: Sequence[Tensor], memory: Tensor | None = None) -> list[Tensor]:
         return [block.clone() for block in blocks]
 
     @torch.no_grad()

@@ -33,8 +33,10 @@ from megatron3d.checkpoint.read import BoxesByFile, Wanted
 from megatron3d.comm.interface import Comm
 from megatron3d.parallel.layout import Box, Shape, box_shape
 
-# Bytes that a rank asks for at a time, and holds in host memory next to the state.
-ROUND_BYTES = 2**28
+# Bytes that a rank asks for at a time.  Twice as many are in use next to the state, and the same ones in every round.
+ROUND_BYTES = 2**25
+# Start of each box in what is sent, so that it can be used in place.
+ALIGNMENT = 8
 
 
 @dataclass(frozen=True)
@@ -229,12 +231,20 @@ class HeldBoxes:
     def _receive(self, wanted: Mapping[int, Sequence[Request]], comm: Comm) -> None:
         """Ask the holders, and answer the other ranks, in rounds, until no rank wants more."""
         rounds = list(self._rounds(wanted))
-        is_last = False
+        received = torch.empty(2 * self._round_bytes if wanted else 0, dtype=torch.uint8)
+        sent, is_last = torch.empty(0, dtype=torch.uint8), False
         while not is_last:
             requests = rounds.pop(0) if rounds else {}
-            asked = [[bool(rounds), [each[:2] for each in requests.get(rank, ())]] for rank in range(_ranks(comm))]
+            ranks = range(comm.mesh.world_size)
+            asked = [[bool(rounds), [each[:2] for each in requests.get(rank, ())]] for rank in ranks]
             questions = [json.loads(bytes(each.numpy())) for each in comm.all_to_all_bytes([*map(_as_bytes, asked)])]
-            answers = comm.all_to_all_bytes([self._answer(boxes) for _, boxes in questions])
+            found = [[self._find(name, _as_box(box)) for name, box in boxes] for _, boxes in questions]
+            sizes = [sum(_room(each) for each in values) for values in found]
+            sent = sent if len(sent) >= sum(sizes) else torch.empty(sum(sizes), dtype=torch.uint8)
+            blocks = sent[: sum(sizes)].split(sizes)
+            for values, block in zip(found, blocks, strict=True):
+                _pack(values, block)
+            answers = comm.all_to_all_bytes(blocks, received)
             for rank, mine in requests.items():
                 self._put_all(mine, answers[rank])
             is_last = not any(goes_on for goes_on, _ in questions)
@@ -259,20 +269,31 @@ class HeldBoxes:
         found: torch.dtype = getattr(torch, self.index.tensors[name].dtype)
         return found
 
-    def _answer(self, boxes: Sequence[tuple[str, Box]]) -> Tensor:
-        """Return the bytes of boxes, one after another."""
-        found = [self._find(name, tuple((low, high) for low, high in box)) for name, box in boxes]
-        parts = [each.cpu().contiguous().view(-1).view(torch.uint8) for each in found]
-        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
-
     def _put_all(self, requests: Sequence[Request], answer: Tensor) -> None:
         start = 0
         for request in requests:
-            values = torch.empty(box_shape(request.box), dtype=self._dtype(request.name))
-            values.view(-1).view(torch.uint8).copy_(answer[start : start + values.nbytes])
-            start += values.nbytes
+            shape, dtype = box_shape(request.box), self._dtype(request.name)
+            values = answer[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            start += _room(values)
             self.received_bytes += _put(request, values)
         assert start == len(answer), f"{len(answer)} bytes were received, and {start} are wanted"
+
+
+def _room(values: Tensor) -> int:
+    """Return the bytes that a box takes in what is sent."""
+    return -(-values.nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _pack(boxes: Sequence[Tensor], block: Tensor) -> None:
+    """Copy boxes to bytes, each to its aligned place."""
+    start = 0
+    for values in boxes:
+        block[start : start + values.nbytes].view(values.dtype).view(values.shape).copy_(values)
+        start += _room(values)
+
+
+def _as_box(ends: Sequence[Sequence[int]]) -> Box:
+    return tuple((low, high) for low, high in ends)
 
 
 def hand_over(held: Held, comm: Comm, num_kept: int) -> Held:
@@ -322,10 +343,6 @@ def _parts(box: Box, max_numel: int) -> Iterator[Box]:
     for start in range(low, high, max(rows, 1)):
         inner = [tuple(rest)] if rows else _parts(tuple(rest), max_numel)
         yield from (((start, min(start + max(rows, 1), high)), *each) for each in inner)
-
-
-def _ranks(comm: Comm) -> int:
-    return comm.mesh.world_size
 
 
 def _as_bytes(value: Any) -> Tensor:

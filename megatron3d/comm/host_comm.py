@@ -163,8 +163,8 @@ class LaggingComm(HostComm):
     def broadcast_object(self, value: Any) -> Any:
         return self._calls.submit(self.comm.broadcast_object, value).result()
 
-    def all_to_all_bytes(self, blocks: Sequence[Tensor]) -> list[Tensor]:
-        return self._calls.submit(self.comm.all_to_all_bytes, blocks).result()
+    def all_to_all_bytes(self, blocks: Sequence[Tensor], memory: Tensor | None = None) -> list[Tensor]:
+        return self._calls.submit(self.comm.all_to_all_bytes, blocks, memory).result()
 
 
 def _read_and_poison(x: Tensor, written: Sequence[Tensor]) -> Tensor:

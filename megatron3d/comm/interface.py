@@ -93,8 +93,12 @@ class Comm(ObjectCollectives, Protocol):
         They are in the order of the ranks, `received[i]` of the i-th one; the tensors differ in their rows alone.
         """
 
-    def all_to_all_bytes(self, blocks: Sequence[Tensor]) -> list[Tensor]:
-        """Send `blocks[i]`, bytes in host memory of any number, to rank i; return what each rank sends to this one."""
+    def all_to_all_bytes(self, blocks: Sequence[Tensor], memory: Tensor | None = None) -> list[Tensor]:
+        """Send `blocks[i]`, bytes in host memory of any number, to rank i; return what each rank sends to this one.
+
+        Args:
+            memory: bytes that receive it, where they are enough; else, and with None, new memory does.
+        """
 
     def shift(self, x: Tensor, out: Tensor, axes: Axes, by: int) -> Pending:
         """Send `x` to the rank `by` places further along `axes`, around its end to the first; return `out`.
@@ -149,5 +153,5 @@ class ForwardingComm:
     def broadcast_object(self, value: Any) -> Any:
         return self.comm.broadcast_object(value)
 
-    def all_to_all_bytes(self, blocks: Sequence[Tensor]) -> list[Tensor]:
-        return self.comm.all_to_all_bytes(blocks)
+    def all_to_all_bytes(self, blocks: Sequence[Tensor], memory: Tensor | None = None) -> list[Tensor]:
+        return self.comm.all_to_all_bytes(blocks, memory)

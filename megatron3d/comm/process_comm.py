@@ -326,17 +326,31 @@ class ProcessComm:
         work = dist.all_to_all_single(out, x, list(received), list(sent), group=group, async_op=True)
         return self._pending(work, out, axes, sent=x)
 
-    def all_to_all_bytes(self, blocks: Sequence[Tensor]) -> list[Tensor]:
+    def all_to_all_bytes(self, blocks: Sequence[Tensor], memory: Tensor | None = None) -> list[Tensor]:
         if self.mesh.world_size == 1:
             return list(blocks)
         if self._host_group is None:
             self._host_group = dist.new_group(backend=CPU_BACKEND) if self._backend == GPU_BACKEND else dist.group.WORLD
-        sent = torch.tensor([len(block) for block in blocks])
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=self._host_group)
-        out = torch.empty(int(received.sum()), dtype=torch.uint8)
-        dist.all_to_all_single(out, torch.cat(list(blocks)), received.tolist(), sent.tolist(), group=self._host_group)
-        return list(out.split(received.tolist()))
+        sent, mine = torch.tensor([len(block) for block in blocks]), self.mesh.rank
+        sizes = torch.empty_like(sent)
+        dist.all_to_all_single(sizes, sent, group=self._host_group)
+        total = int(sizes.sum())
+        enough = memory is not None and len(memory) >= total
+        received = (memory[:total] if memory is not None and enough else torch.empty(total, dtype=torch.uint8)).split(
+            sizes.tolist()
+        )
+        received[mine].copy_(blocks[mine])
+        # Messages instead of an all-to-all, which needs all blocks in one tensor.
+        works = [
+            move(block, rank, group=self._host_group)
+            for move, each in ((dist.irecv, received), (dist.isend, blocks))
+            for rank, block in enumerate(each)
+            if rank != mine and len(block)
+        ]
+        for work in works:
+            assert work is not None, "this rank is in the group"
+            work.wait()
+        return list(received)
 
     def shift(self, x: Tensor, out: Tensor, axes: Axes, by: int) -> Pending:
         group, ranks = self._group(axes, "shift")

@@ -283,7 +283,7 @@ class TurnComm:
         everyone = tuple(range(self.mesh.world_size))
         return self._values(self._exchange(everyone, what, value), everyone)
 
-    def all_to_all_bytes(self, blocks: Sequence[Tensor]) -> list[Tensor]:
+    def all_to_all_bytes(self, blocks: Sequence[Tensor], memory: Tensor | None = None) -> list[Tensor]:
         sent = self._objects("all_to_all_bytes", [block.clone() for block in blocks])
         return [each[self.mesh.rank] for each in sent]
 
