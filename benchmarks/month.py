@@ -120,7 +120,7 @@ def simulate(cluster: Cluster, times: Times, months: int) -> list[dict[str, Any]
         found = [Month(cluster, times, policy, spares, step_s, slowdown, seed).run() for seed in range(months)]
         causes = {cause: statistics.mean(each[cause] for each in found) / MONTH_S for cause in CAUSES}
         effective = [1 - sum(each.values()) / MONTH_S for each in found]
-        values = {"num_gpus": cluster.num_gpus, "policy": policy, "spares": spares, "step_s": step_s}
+        values: dict[str, Any] = {"num_gpus": cluster.num_gpus, "policy": policy, "spares": spares, "step_s": step_s}
         rows.append({**values, "effective": statistics.mean(effective), "worst": min(effective), **causes})
     return rows
 

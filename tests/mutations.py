@@ -1100,6 +1100,13 @@ MUTATIONS = [
     ),
     Mutation("bias of a matmul in rounds dropped", "linear/matmul.py", "else y_MN.add_(bias_N)", "else y_MN"),
     Mutation(
+        "empty microbatches repeat the first real one",
+        "data/loader.py",
+        "torch.full_like(each[: self._rows], EMPTY) for each",
+        "each[: self._rows].clone() for each",
+        ("tests/unit/data/test_loader.py",),
+    ),
+    Mutation(
         "largest values of fp8 blocks are those of this rank alone",
         "linear/fp8.py",
         "axes = reduced_axes(own, layout, self.comm.mesh)",

@@ -73,9 +73,22 @@ def test_first_samples_interleave_the_data_ranks(samples: TokenFileSamples) -> N
     assert [tuple(microbatch.tokens.shape) for microbatch in steps] == [(2, SEQ_LENGTH + 1)] * 2
 
 
-def test_a_batch_that_does_not_divide_is_an_assertion(samples: TokenFileSamples) -> None:
-    with pytest.raises(AssertionError, match="no multiple"):
-        BatchLoader(samples, Mesh((("data", 2),)), (), 3, 8, torch.device("cpu"))
+def test_a_batch_without_whole_microbatches_is_an_assertion(samples: TokenFileSamples) -> None:
+    for batch in (8, 3):  # of microbatches of 3 for 2 ranks
+        with pytest.raises(AssertionError, match="data ranks"):
+            BatchLoader(samples, Mesh((("data", 2),)), (), 3, batch, torch.device("cpu"))
+
+
+def test_ranks_that_do_not_divide_the_batch_get_empty_microbatches(samples: TokenFileSamples) -> None:
+    """All ranks have as many microbatches, the real ones are the batch, and the others have no labels."""
+    loaders = [BatchLoader(samples, Mesh((("data", 3),), rank), (), 2, 10, torch.device("cpu")) for rank in range(3)]
+    steps = [loader.step(20) for loader in loaders]
+    assert [len(step) for step in steps] == [2, 2, 2]
+    empty = [[bool((each.tokens < 0).all()) for each in step] for step in steps]
+    assert empty == [[False, False], [False, False], [False, True]]
+    real = {each.first_sample: each.tokens for step in steps for each in step if (each.tokens >= 0).all()}
+    assert sorted(real) == [0, 2, 4, 6, 8]
+    assert np.array_equal(torch.cat([real[place] for place in sorted(real)]).numpy(), samples.read(20 + np.arange(10)))
 
 
 def test_prefetching_reads_the_same_batches(samples: TokenFileSamples) -> None:

@@ -11,6 +11,18 @@ from tests.support.valid_config import with_changes
 
 BROKEN = [
     (
+        {"train": {"global_batch_size": 6, "micro_batch_size": 4, "pad_global_batch": True}},
+        1,
+        "train.global_batch_size=6: not micro_batch_size 4 x a whole number of microbatches, at least one for each of "
+        "1 data-parallel ranks; use 4 or 8",
+    ),
+    (
+        {"train": {"pad_global_batch": True}, "model": {"num_moe_experts": 4}},
+        1,
+        "train.pad_global_batch=true: empty microbatches would count in model.num_moe_experts=4; leave one of the two "
+        "out",
+    ),
+    (
         {"model": {"kv_channels": None, "hidden_size": 40}},
         1,
         "model.num_attention_heads=16: 16 does not divide model.hidden_size=40; use 4, 5, 8, 10 or 20, "
