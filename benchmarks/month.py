@@ -114,13 +114,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def simulate(cluster: Cluster, times: Times, months: int) -> list[dict[str, Any]]:
     """Return a row per policy; replanning with spare nodes and without."""
-    step_s, slowdown = layouts(cluster)
+    found_layouts = layouts(cluster)
     rows = []
     for policy, spares in ((DISK, 0), (MEMORY, 0), (REPLAN, 0), (REPLAN, cluster.spares)):
-        found = [Month(cluster, times, policy, spares, step_s, slowdown, seed).run() for seed in range(months)]
+        runs = [Month(cluster, times, found_layouts, policy=policy, spares=spares, seed=seed) for seed in range(months)]
+        found = [month.run() for month in runs]
         causes = {cause: statistics.mean(each[cause] for each in found) / MONTH_S for cause in CAUSES}
         effective = [1 - sum(each.values()) / MONTH_S for each in found]
-        values: dict[str, Any] = {"num_gpus": cluster.num_gpus, "policy": policy, "spares": spares, "step_s": step_s}
+        values: dict[str, Any] = {
+            "num_gpus": cluster.num_gpus,
+            "policy": policy,
+            "spares": spares,
+            "step_s": found_layouts[0],
+        }
         rows.append({**values, "effective": statistics.mean(effective), "worst": min(effective), **causes})
     return rows
 
@@ -149,19 +155,20 @@ class Month:
         self,
         cluster: Cluster,
         times: Times,
+        layouts: tuple[float, Callable[[int], float]],
+        *,
         policy: str,
         spares: int,
-        step_s: float,
-        slowdown: Callable[[int], float],
         seed: int,
     ) -> None:
-        self.cluster, self.times, self.policy, self.step_s, self.slowdown = cluster, times, policy, step_s, slowdown
+        self.cluster, self.times, self.policy = cluster, times, policy
+        self.step_s, self.slowdown = layouts
         self.nodes = cluster.num_gpus // NODE + spares
         self.random = random.Random(f"{seed} {cluster.num_gpus}")
         self.spent = dict.fromkeys(CAUSES, 0.0)
         self.away: list[float] = []  # when each node that failed is back
         mtbf_s = cluster.mtbf_h * HOUR_S
-        self.between_s = math.sqrt(2 * times.save_s * mtbf_s) if policy == DISK else times.memory_steps * step_s
+        self.between_s = math.sqrt(2 * times.save_s * mtbf_s) if policy == DISK else times.memory_steps * self.step_s
 
     def run(self) -> dict[str, float]:
         """Return the seconds that each cause takes of the month."""

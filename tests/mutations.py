@@ -85,7 +85,67 @@ class Mutation(NamedTuple):
     tests: tuple[str, ...] = ARRAY
 
 
+FP8_PREDICTIONS = ("tests/integration/test_fp8_predictions.py",)
+FP8_TIMES = ("tests/unit/forecast/time/test_fp8_times.py",)
+
+
 MUTATIONS = [
+    Mutation(
+        "predictions gather scales also along dims that have one block",
+        "linear/fp8_plan.py",
+        "varying = {axis: dim for axis, dim in table.items() if blocks[dims.index(dim)] is not None}",
+        "varying = dict(table)",
+        FP8_PREDICTIONS,
+    ),
+    Mutation(
+        "predictions find the largest values of dY before its all-gather, though it is quantized behind",
+        "linear/fp8_plan.py",
+        'self._layout("MN") if recipe.sends_dy else self._split("MN")',
+        'self._layout("MN")',
+        FP8_PREDICTIONS,
+    ),
+    Mutation(
+        "predictions forget the all-reduce for X^T",
+        "linear/fp8_plan.py",
+        'forward += self._reduced("KM")',
+        "forward += []",
+        FP8_PREDICTIONS,
+    ),
+    Mutation(
+        "predictions leave out the scales that X^T is kept with",
+        "model/operation.py",
+        'saved = Stored(path, "input in fp8", fp8.stored("KM").num_bytes)',
+        'saved = Stored(path, "input in fp8", fp8.stored("KM").numel)',
+        FP8_PREDICTIONS,
+    ),
+    Mutation(
+        "predictions forget what is dequantized for a GEMM",
+        "model/fp8_workspaces.py",
+        "return self.born(size.numel * self.value)",
+        "return self.born(0)",
+        FP8_PREDICTIONS,
+    ),
+    Mutation(
+        "predictions take every GPU for one with kernels of fp8",
+        "linear/fp8_plan.py",
+        'return precision == "bf16" and capability is not None and capability >= CAPABILITIES[recipe_name]',
+        "return True",
+        FP8_TIMES,
+    ),
+    Mutation(
+        "predictions add dW in its GEMM, which no kernel of fp8 does",
+        "forecast/time/tasks.py",
+        "accumulation._replace(accesses=FP8_GRAD_BYTES, behind=())",
+        "accumulation",
+        FP8_TIMES,
+    ),
+    Mutation(
+        "predictions give RMSNorm a gradient that is freed before",
+        "model/operation.py",
+        "_COMPOSED_COPIES = 4",
+        "_COMPOSED_COPIES = 5",
+        ("tests/integration/test_peaks.py", "-k", "rms_norm"),
+    ),
     Mutation(
         "the LM head of nanotron weighs nothing",
         "forecast/time/practices.py",
@@ -508,7 +568,7 @@ MUTATIONS = [
     Mutation(
         "a linear forgets that it keeps its input",
         "model/operation.py",
-        "saves=(x,),\n        module=module,",
+        "saves=(saved,),\n        module=module,",
         "saves=(),\n        module=module,",
         OPERATIONS,
     ),

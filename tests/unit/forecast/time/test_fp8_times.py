@@ -100,7 +100,7 @@ def test_tasks_of_a_linear() -> None:
 
 
 def test_layouts_that_cut_blocks_are_not_offered() -> None:
-    """Of 768 features 4 ranks have 192, which is no multiple of 128."""
+    """Four ranks have 192 of 768 features each, which is no multiple of 128."""
     sizes = {"hidden_size": 768, "ffn_hidden_size": 2048, "num_attention_heads": 12, "num_query_groups": 12}
     keys = [f"model.{name}={size}" for name, size in {**sizes, "num_layers": 4, "seq_length": 1024}.items()]
     keys.append("train.global_batch_size=64")
