@@ -41,6 +41,13 @@ def make_parser() -> ConfigParser:
         metavar="N",
         help="nodes of the cluster, with all their GPUs",
     )
+    add(
+        "--spares",
+        type=whole(0, MAX_RANKS),
+        default=0,
+        metavar="K",
+        help="nodes beyond those, which take the place of an unfit node, or of one that a launch has lost a rank on",
+    )
     add("--time", default="24:00:00", metavar="LIMIT", help="time limit of each launch")
     add(
         "--warn",
@@ -96,13 +103,15 @@ def make(arguments: argparse.Namespace) -> None:
     counted_by = f"--nodes of {cluster.node_ranks} ranks each"
     config = resolve(arguments.config, arguments.overrides, num_ranks, elsewhere=True, counted_by=counted_by).config
     run_folder(config)
-    what = f"{arguments.config} on {arguments.nodes} nodes of {cluster.name}:"
+    spares = f" and {arguments.spares} spare" * (arguments.spares > 0)
+    what = f"{arguments.config} on {arguments.nodes} nodes{spares} of {cluster.name}:"
     settings = JobSettings(
         options=sbatch_options(arguments, cluster),
         setup=(*cluster.slurm.setup, *arguments.setup),
         python=tuple((arguments.python or ("python" if arguments.container else ".venv/bin/python")).split()),
         container=container(arguments),
         arguments=("--config", str(arguments.config), *arguments.overrides),
+        spares=arguments.spares,
         remarks=(what, *batch_arithmetic(RunSpec(config, num_ranks)).splitlines()),
     )
     text = fill_template(TEMPLATE.read_text(encoding="utf-8"), settings)
@@ -121,7 +130,7 @@ def sbatch_options(arguments: argparse.Namespace, cluster: Cluster) -> Options:
 
     An empty value (`--sbatch exclusive=`, or "" in the file of a cluster) removes an option.
     """
-    defaults = dict(options(arguments.nodes, cluster.node_ranks, arguments.time, arguments.warn))
+    defaults = dict(options(arguments.nodes + arguments.spares, cluster.node_ranks, arguments.time, arguments.warn))
     defaults["job-name"] = arguments.config.stem
     if cluster.cores is not None:  # the ranks of this cluster compute on CPUs, and share its nodes
         for name in ("gpus-per-node", "cpus-per-task", "exclusive"):

@@ -1,6 +1,7 @@
 """Checks of a SLURM job before and after its ranks (scripts/slurm/pretrain.sbatch): `python -m megatron3d.launch WHEN`.
 
 before   on every node: check the configuration, its files, and the GPUs; the first node records the launch
+nodes    on one node: print the nodes whose ranks train, of a job with spare nodes
 after    on one node: exit with code 0 if the job should be requeued
 
 An unfit node would otherwise stall all others in their first collective, minutes later and unnamed.
@@ -11,8 +12,9 @@ from __future__ import annotations
 import megatron3d.runtime.interrupt  # noqa: F401
 
 import argparse
+import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,9 +23,10 @@ from megatron3d.config.cli import ConfigParser
 from megatron3d.config.read import read_config
 from megatron3d.config.resolve import resolve
 from megatron3d.errors import ExitCode, UserError
-from megatron3d.launch import requeue
+from megatron3d.launch import requeue, spare_nodes
 from megatron3d.runtime import process
 from megatron3d.runtime.arguments import MAX_RANKS, whole
+from megatron3d.runtime.culprits import add_unfit
 
 if TYPE_CHECKING:
     import torch
@@ -99,9 +102,9 @@ def fault_of(device: torch.device) -> str | None:
 
 
 def main() -> int:
-    """Run one of the two checks and return its exit code."""
+    """Run one of the checks and return its exit code."""
     typed = parse_args(sys.argv[1:])
-    return {"before": before, "after": after}[typed.when](typed)
+    return STEPS[typed.when](typed)
 
 
 def before(typed: argparse.Namespace) -> int:
@@ -124,9 +127,26 @@ def before(typed: argparse.Namespace) -> int:
             where = f"on {launch.nodes}, from iteration {launch.iteration}"
             print(f"> launch {launch.requeue + 1} of job {launch.job}, {where}", flush=True)
     problems += node_problems(job.num_gpus, find_gpus(job.num_gpus))
+    if problems and typed.spares:
+        with contextlib.suppress(UserError, OSError):
+            root = requeue.run_folder(read_config(typed.config, typed.overrides).config)
+            add_unfit(root, job, "; ".join(problems))
     for problem in problems:
         print(f"node {job.node}: {problem}; or submit with --exclude={job.node}", file=sys.stderr)
     return ExitCode.CRASH if problems else ExitCode.DONE
+
+
+def nodes(typed: argparse.Namespace) -> int:
+    """Print the names of the nodes whose ranks train, and what is left out on stderr; return 0."""
+    config = read_config(typed.config, typed.overrides).config
+    root = requeue.run_folder(config)
+    choice = spare_nodes.choose_nodes(
+        root, process.slurm_job(), typed.nodes.split(","), typed.spares, config.train.elastic
+    )
+    for node, why in choice.left_out.items():
+        print(f"> node {node} is left out: {why}", file=sys.stderr)
+    print(",".join(choice.nodes))
+    return ExitCode.DONE
 
 
 def after(typed: argparse.Namespace) -> int:
@@ -142,14 +162,18 @@ def after(typed: argparse.Namespace) -> int:
 def parse_args(argv: list[str]) -> argparse.Namespace:
     """Parse `WHEN [--code N] [--before-limit] --config FILE [section.key=value ...]`."""
     parser = ConfigParser("megatron3d.launch", "Checks around the ranks of a SLURM job.")
-    parser.add_argument("when", choices=("before", "after"))
+    parser.add_argument("when", choices=STEPS)
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--world-size", type=whole(1, MAX_RANKS), default=1, help="ranks of the job")
     parser.add_argument("--code", type=whole(0, 255), help="exit code of the ranks")
+    parser.add_argument("--nodes", metavar="A,B", help="names of all nodes of the job")
+    parser.add_argument("--spares", type=whole(0, MAX_RANKS), default=0, help="nodes of them that are spare")
     parser.add_argument("--before-limit", action="store_true", help="SLURM has warned of the time limit")
     parser.add_overrides("values that replace those in the file")
     return parser.parse_args(argv)
 
+
+STEPS: Mapping[str, Callable[[argparse.Namespace], int]] = {"before": before, "nodes": nodes, "after": after}
 
 if __name__ == "__main__":
     sys.exit(process.run_program(main))

@@ -54,6 +54,7 @@ class JobSettings:
         setup: shell lines that run first, such as `module load`.
         container: words before the program in each srun.
         arguments: arguments of pretrain_gpt.py.
+        spares: nodes of the job that its ranks do not need.
         remarks: comments at the top.
 
     Raises UserError where a line would not be one line of the script, or an option not one of sbatch.
@@ -64,6 +65,7 @@ class JobSettings:
     python: tuple[str, ...] = (".venv/bin/python",)
     container: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ()
+    spares: int = 0
     remarks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -85,6 +87,7 @@ class JobSettings:
         yield from (
             f"{name}=({' '.join(map(quoted, getattr(self, name)))})" for name in ("python", "container", "arguments")
         )
+        yield f"spares={self.spares}"
         yield END
 
 

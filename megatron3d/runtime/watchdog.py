@@ -38,6 +38,7 @@ from types import FrameType, TracebackType
 from typing import NamedTuple
 
 from megatron3d.errors import UserError
+from megatron3d.runtime.culprits import add_culprits
 from megatron3d.runtime.files import write_bytes
 from megatron3d.runtime.heartbeat import (
     COLLECTIVES_FILES,
@@ -385,6 +386,7 @@ class Watchdog:
                 after = self._reading()
                 _print([reason, *diagnose(before, after), *self._traces()])
                 self._culprits = culprits(before, after)
+                self._write_culprits(self._culprits)
                 self._store.set(REPORTED, json.dumps(self._culprits))
                 time.sleep(self._interval_s)  # the store ends with rank 0
                 return
@@ -394,6 +396,16 @@ class Watchdog:
             self._culprits = json.loads(reported) if reported else []
         except OSError as error:
             self._blame_store(reason, f"cannot be reached ({error})")
+
+    def _write_culprits(self, ranks: Sequence[int]) -> None:
+        """Add the ranks at fault to the run's folder, for the choice of the next launch's nodes.
+
+        Processes that go on without them have other ranks later, and need no launch.
+        """
+        if self._folder is not None and ranks and self._losses is None:
+            writer = threading.Thread(target=add_culprits, args=(self._folder, ranks, self._world_size), daemon=True)
+            writer.start()
+            writer.join(self._interval_s)
 
     def _traces(self) -> Sequence[str]:
         """Return a line about the traces if this rank has written one."""

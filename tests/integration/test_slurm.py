@@ -48,6 +48,24 @@ loop.train = slow_train
 sys.exit(process.run_program(pretrain_gpt.main))
 """
 
+# In the first launch rank 1 is killed in its fourth step.
+LOSING = """
+import os, signal, sys
+sys.path.insert(0, {root!r})
+import pretrain_gpt
+from megatron3d.runtime import process
+from megatron3d.train import loop
+
+step = loop.train_step
+def losing_step(state, *args, **named):
+    if os.environ.get("SLURM_RESTART_COUNT", "0") == "0" and process.launcher_env().rank == 1 and state.iteration == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(state, *args, **named)
+loop.train_step = losing_step
+sys.exit(process.run_program(pretrain_gpt.main))
+"""
+SPARE = ["train.train_iters=6", "checkpoint.save_interval=2", "--spares", "1"]
+
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
@@ -90,6 +108,7 @@ class Jobs:
     wrong: str
     crashing: str
     unfit: str
+    spare: str
     merging: str
     corpora: Path
 
@@ -102,6 +121,7 @@ def jobs(slurm: Slurm, config: Path) -> Jobs:
         submit(slurm, config, "wrong", 1, None, "model.vocab_size=64"),
         submit(slurm, config, "crashing", 2, "raise SystemExit(1)"),
         submit(slurm, config, "unfit", 1, None, "--sbatch", "gpus-per-node=2"),
+        submit(slurm, config, "spare", 1, LOSING, *SPARE),
         submit_array(slurm, config.parent),
         config.parent,
     )
@@ -163,6 +183,18 @@ def test_a_node_without_its_gpus_is_named(slurm: Slurm, config: Path, jobs: Jobs
     assert slurm.wait(jobs.unfit) == Job("FAILED", ExitCode.CRASH, 1), said(config, "unfit")
     assert re.findall("node (.*): torch sees 0 of the 2 GPUs", said(config, "unfit")) == ["127.0.0.1"] * 2
     assert "importing torch" not in said(config, "unfit")
+
+
+def test_a_requeue_leaves_out_the_node_of_a_lost_rank(slurm: Slurm, config: Path, jobs: Jobs, pool: Pool) -> None:
+    """Two ranks on one node, and a spare node: the second launch is on the other node, and ends with the same bits."""
+    assert slurm.wait(jobs.spare) == Job("COMPLETED", ExitCode.DONE, 1), said(config, "spare")
+    folder, whole = config.parent / "spare", config.parent / "not spare"
+    chosen = [json.loads(line) for line in (folder / "slurm_nodes.jsonl").read_text().splitlines()]
+    assert [each["nodes"] for each in chosen] == [["127.0.0.1"], ["127.0.0.2"]]
+    assert chosen[1]["left_out"] == {"127.0.0.1": "rank 1 of launch 1 was at fault"}
+    assert "> node 127.0.0.1 is left out: rank 1 of launch 1 was at fault" in said(config, "spare")
+    pool.run(run_as_rank, 2, config, [[*in_run(str(whole)), *SPARE[:2]]])
+    assert steps(folder)[-2:] == steps(whole)[-2:]
 
 
 def test_slurm_accepts_the_committed_job(slurm: Slurm) -> None:
