@@ -37,9 +37,10 @@ def preload(argv: Sequence[str], world_size: int) -> bool:
     arguments = parse_args(argv)
     if arguments.check or arguments.dry_run:
         return False
-    from megatron3d.config.resolve import resolve
+    from megatron3d.forecast.search.restart import resolve_elastic
 
-    resolved = resolve(arguments.config, arguments.overrides, world_size, counted_by="the launcher's first argument")
+    counted_by = "the launcher's first argument"
+    resolved, _ = resolve_elastic(arguments.config, arguments.overrides, world_size, counted_by)
     print("> importing torch", file=sys.stderr, flush=True)
     for name in IMPORTED:
         import_module(name)
@@ -74,12 +75,14 @@ def memory_at_worst(spec: RunSpec) -> list[str]:
 
 def pretrain(arguments: Arguments, world_size: int) -> int:
     """Build the run on this rank and train until its last iteration; return the exit code."""
-    from megatron3d.config.resolve import resolve
+    from megatron3d.forecast.search.restart import resolve_elastic
 
     env = process.launcher_env()
-    resolved = resolve(arguments.config, arguments.overrides, world_size, counted_by=env.counted_by)
+    resolved, changed = resolve_elastic(arguments.config, arguments.overrides, world_size, env.counted_by)
     outlive_readers()
     phases = StartupPhases(printing=env.rank == 0)
+    if changed is not None and env.rank == 0:
+        print(f"> {changed}", flush=True)
     for remark in resolved.remarks if env.rank == 0 else ():
         print(f"> WARNING: {remark}", flush=True)
     with phases("importing torch"):

@@ -92,18 +92,19 @@ def describe_layout(spec: RunSpec) -> str:
     return f"{named}, ZeRO {zero}, {spec.num_microbatches} microbatches of {spec.config.train.micro_batch_size}"
 
 
-def nearby_layout(spec: RunSpec, num_ranks: int, cluster: str | None) -> NearbyLayout:
+def nearby_layout(spec: RunSpec, num_ranks: int, cluster: str | None, limit_s: float = LIMIT_S) -> NearbyLayout:
     """Return the layout for at most `num_ranks` ranks.
 
     Args:
         spec: the run in its present layout.
         cluster: whose machine the prediction is for; None: it is not known, and memory is not looked at either.
+        limit_s: seconds in which layouts are predicted; where several ranks plan, infinite, so that all plan the same.
 
     Raises RunFailed where no layout of so few ranks is valid and fits.
     """
     for thrift in THRIFT:
         valid = _valid(spec, num_ranks, thrift)
-        best = _fastest(spec, valid, cluster) if cluster is not None else next(valid, None)
+        best = _fastest(spec, valid, cluster, limit_s) if cluster is not None else next(valid, None)
         if best is not None:
             found, slowdown = best if isinstance(best, tuple) else (best, spec.world_size / best.world_size)
             return NearbyLayout(
@@ -115,9 +116,9 @@ def nearby_layout(spec: RunSpec, num_ranks: int, cluster: str | None) -> NearbyL
     )
 
 
-def _fastest(spec: RunSpec, valid: Iterator[RunSpec], cluster: str) -> tuple[RunSpec, float] | None:
+def _fastest(spec: RunSpec, valid: Iterator[RunSpec], cluster: str, limit_s: float) -> tuple[RunSpec, float] | None:
     """Return the layout with the shortest predicted step of those that fit, and its time over the present one's."""
-    end_s = time.monotonic() + LIMIT_S
+    end_s = time.monotonic() + limit_s
     problem = PlanningProblem(spec.config, spec.arch.vocab_size, cluster, spec.world_size)
     best: tuple[float, RunSpec] | None = None
     for number, each in enumerate(valid):
