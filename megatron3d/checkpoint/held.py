@@ -320,7 +320,8 @@ def hand_over(held: Held, comm: Comm, num_kept: int) -> Held:
             tensor = index.tensors[name]
             memory = torch.empty(box_shape(stored.box), dtype=getattr(torch, tensor.dtype))
             pieces.append(Piece(name, tensor.shape, stored.box, memory))
-            boxes.setdefault(stored.file, {})[stored] = [(stored.box, pieces[-1])]
+            # Boxes of other tensors, with the same numbers, are equal to this one.
+            boxes.setdefault(stored.file, {}).setdefault(stored, []).append((stored.box, pieces[-1]))
         HeldBoxes(index, held).fill(sorted(boxes.items()), comm)
         received += [HeldStep(index.meta, pieces)] if pieces else []
     return (*held, *received)

@@ -20,7 +20,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
@@ -45,6 +45,8 @@ FAREWELL_S = 5.0
 LEAVE_S = 20.0
 # Processes whose stores are tried at once.
 PROBES = 32
+# Keys of an epoch's meetings: ranks that leave hand over first what they have, and then the others train.
+PHASES, HAND_OVER, TRAIN = 2, 0, 1
 NEWS, ENDED = "news", "ended"
 
 
@@ -77,6 +79,7 @@ class Epoch:
         layout: what the planner chose for them, which all of them get.
         lost: processes of the epoch before that were lost.
         spares: processes that wait.
+        leaving: those of them that have something in memory, which they hand over before the others begin.
         seconds: time that the leader took for each part of the decision.
     """
 
@@ -86,34 +89,49 @@ class Epoch:
     layout: Mapping[str, Any] = field(default_factory=dict)
     lost: tuple[int, ...] = ()
     spares: tuple[int, ...] = ()
+    leaving: tuple[int, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
 
     @staticmethod
     def of(values: Mapping[str, Any]) -> Epoch:
         """Return the epoch that was published as a dictionary."""
-        lists = {name: tuple(values[name]) for name in ("members", "lost", "spares")}
+        lists = {name: tuple(values[name]) for name in ("members", "lost", "spares", "leaving")}
         return Epoch(**{**values, **lists})
 
 
 @dataclass(frozen=True)
 class Note:
-    """What a process signs in with: its try, the last epoch that it knows, and whom it knows to be lost."""
+    """What a process signs in with: its try, the last epoch that it knows, and whom it knows to be lost.
+
+    Attributes:
+        holds: it has something of the training in memory.
+    """
 
     attempt: int
     epoch: Epoch
     lost: tuple[int, ...]
+    holds: bool = False
 
     @staticmethod
     def of(text: str | bytes) -> Note:
         """Return the note that was written as `json.dumps(asdict(note))`."""
         values = json.loads(text)
-        return Note(values["attempt"], Epoch.of(values["epoch"]), tuple(values["lost"]))
+        return Note(values["attempt"], Epoch.of(values["epoch"]), tuple(values["lost"]), values["holds"])
 
 
 class Planner(Protocol):
     """Chooses the layout of an epoch on at most N ranks: its number of ranks, and the layout."""
 
     def __call__(self, num_ranks: int) -> tuple[int, Mapping[str, Any]]: ...
+
+
+class HandOver(Protocol):
+    """Gives the first `num_kept` of the connected ranks what those have in memory that leave.
+
+    It returns whether this process has something in memory then.
+    """
+
+    def __call__(self, rank: int, num_ranks: int, num_kept: int) -> bool: ...
 
 
 class Connect(Protocol):
@@ -138,6 +156,7 @@ class Members:
         env: rank, world size and meeting place in that epoch.
         watchdog: that of the epoch.
         store: the meeting place; None in an epoch without other ranks.
+        place_at_loss: what `follow` said then.
         lost_at_s: time of the last loss, as this process noticed it; connect_s: seconds until the ranks had met again.
     """
 
@@ -147,6 +166,9 @@ class Members:
         self._reason, self._blamed = "", set[int]()
         self._dead = set[int]()
         self._attempt = self._num_fruitless = 0
+        self._holds, self._key = False, 0
+        self._place: Callable[[], object] = lambda: None
+        self.place_at_loss: object = None
         self.lost_at_s = self.connect_s = 0.0
         self.watchdog: Watchdog | None = None
         self.store: Any = None
@@ -156,6 +178,7 @@ class Members:
         self._made: set[str] | None = None
         self.book: dict[int, Member] = {}
         self.epoch = Epoch(0, tuple(range(env.world_size)))
+        self._ranks = self.epoch.members
 
     @property
     def number(self) -> int:
@@ -178,9 +201,8 @@ class Members:
         return self
 
     def _watch(self) -> None:
-        self.watchdog = self._connect.watch(
-            self.env, self.epoch.number, Losses(self._lose, self._state_of, self._state_of_keeper)
-        ).__enter__()
+        losses = Losses(self._lose, self._state_of, self._state_of_keeper)
+        self.watchdog = self._connect.watch(self.env, self._key, losses).__enter__()
 
     def note_connections(self) -> None:
         """Take the connections that exist now for those of this epoch; later ones are no concern of other ranks."""
@@ -190,12 +212,13 @@ class Members:
 
     def _lose(self, reason: str, ranks: Sequence[int] = ()) -> None:
         """Note that ranks of this epoch are lost, and end all waits for other ranks; called from any thread."""
-        members = {self.epoch.members[rank] for rank in ranks}
+        members = {self._ranks[rank] for rank in ranks}
         with self._loss_lock:
             self._blamed |= members
             if self._lost.is_set():
                 return
             self._reason, self.lost_at_s = reason, time.time()
+            self.place_at_loss = self._place()
             self._lost.set()
         if self.number in members:
             print(f"> rank {self.env.rank} ends: the other ranks go on without it", file=sys.stderr, flush=True)
@@ -210,6 +233,10 @@ class Members:
         own = {self._server.port, self._responder.port}
         return own | {self._first.port} if self.number == 0 else own
 
+    def keep(self, holds: bool) -> None:
+        """Note whether this process has something of the training in memory."""
+        self._holds = holds
+
     def is_loss(self, error: BaseException, is_connection: bool) -> bool:
         """Return whether an exception means that ranks are lost, and this process can go on without them.
 
@@ -223,23 +250,46 @@ class Members:
 
     # The next epoch
 
-    def regroup(self, plan: Planner, made_progress: bool) -> Epoch | ExitCode:
+    def follow(self, place: Callable[[], object]) -> None:
+        """Ask for the place in training when a loss is noticed, before kernels that wait for others are aborted."""
+        self._place = place
+
+    def regroup(self, plan: Planner, made_progress: bool, hand_over: HandOver) -> Epoch | ExitCode:
         """Leave the epoch, agree on the next one, and connect; return it, or the exit code of a run that has ended.
 
         A spare returns when it gets a rank, or when the run ends.  Raises RunFailed where the others cannot go on, and
         RanksLost where more are lost meanwhile: the caller tries again.
+
+        Args:
+            hand_over: is called where ranks leave that have something in memory.
         """
         self._num_fruitless = 0 if made_progress else self._num_fruitless + 1
         if self._num_fruitless > MAX_FRUITLESS:
             raise RunFailed(f"ranks were lost {self._num_fruitless} times in a row without a step in between")
         print(f"> rank {self.env.rank}: {self._reason}", file=sys.stderr, flush=True)
         self._leave_epoch()
-        decided = self._agree(plan)
-        if isinstance(decided, ExitCode):
-            return decided
-        self._stop_culprits(decided)
-        self._begin_epoch(decided)
-        return decided
+        while True:
+            decided = self._agree(plan)
+            if isinstance(decided, ExitCode):
+                return decided
+            self._stop_culprits(decided)
+            if decided.leaving:
+                everyone = (*decided.members, *decided.leaving)
+                self._begin_epoch(decided, everyone, HAND_OVER)
+                self._hold(hand_over, everyone.index(self.number), decided)
+                self._leave_epoch()
+            if self.number in decided.members:
+                self._begin_epoch(decided, decided.members, TRAIN)
+                return decided
+
+    def _hold(self, hand_over: HandOver, rank: int, epoch: Epoch) -> None:
+        """Hand over what is in memory, among all ranks that have something; raises RanksLost."""
+        try:
+            self._holds = hand_over(rank, len(epoch.members) + len(epoch.leaving), len(epoch.members))
+            self._leave_together(self.store)
+        except (RuntimeError, OSError) as error:
+            self._lose(f"rank {rank} cannot hand over: {str(error).splitlines()[0]}")
+            raise RanksLost(self._reason) from None
 
     def _leave_epoch(self) -> None:
         """Stop the watchdog and forget the process groups of this epoch, whose connections have ended."""
@@ -252,19 +302,25 @@ class Members:
             self.watchdog.__exit__(None, None, None)
             self.watchdog = None
 
-    def _begin_epoch(self, epoch: Epoch) -> None:
-        """Connect with the other ranks of an epoch; raises RanksLost where one of them is not there in time."""
-        leader, rank = self.book[epoch.leader], epoch.members.index(self.number)
+    def _begin_epoch(self, epoch: Epoch, members: Sequence[int], phase: int) -> None:
+        """Connect with the other ranks of an epoch; raises RanksLost where one of them is not there in time.
+
+        Args:
+            members: its own, or to hand over also those that leave.
+            phase: `HAND_OVER` or `TRAIN`, which meet at different keys.
+        """
+        leader, rank = self.book[epoch.leader], members.index(self.number)
         self._fresh_loss()
         self.epoch, self._made = epoch, None
         self._kept = {*open_sockets()}
         began_s = time.monotonic()
-        self.env = replace(self._first, rank=rank, world_size=len(epoch.members), address=leader.host, port=leader.port)
-        if len(epoch.members) == 1:
+        self.env = replace(self._first, rank=rank, world_size=len(members), address=leader.host, port=leader.port)
+        self._ranks, self._key = tuple(members), PHASES * epoch.number + phase
+        if len(members) == 1:
             return
         try:
             self._watch()
-            self.store = self._connect.meet(self.env, epoch.number)
+            self.store = self._connect.meet(self.env, self._key)
         except (RuntimeError, OSError, ValueError) as error:
             self._lose(f"rank {rank} cannot connect: {str(error).splitlines()[0]}")
             raise RanksLost(self._reason) from None
@@ -324,7 +380,7 @@ class Members:
 
     def _state_of(self, rank: int, is_silent: bool) -> str | None:
         """Return what is wrong with the process of a rank: one that only does not answer may be late."""
-        answer = self._ask(self.epoch.members[rank])
+        answer = self._ask(self._ranks[rank])
         return answer.value if answer is Liveness.ENDED or (is_silent and answer is Liveness.NONE) else None
 
     def _state_of_keeper(self) -> str | None:
@@ -335,7 +391,7 @@ class Members:
         return None if answer is Liveness.YES else answer.value
 
     def _note(self) -> Note:
-        return Note(self._attempt, self.epoch, tuple(sorted(self._blamed | self._dead)))
+        return Note(self._attempt, self.epoch, tuple(sorted(self._blamed | self._dead)), self._holds)
 
     # As one of the others
 
@@ -413,13 +469,14 @@ class Members:
         except Exception as error:
             self._publish(here, notes, {"failed": str(error)})
             raise RunFailed(str(error)) from error
+        leaving = tuple(each for each in here if each not in members and notes[each].holds)
         gone = tuple(sorted({*newest.members} - {*here}))
         seconds = {"agree": agreed_s - began_s, "plan": time.monotonic() - agreed_s}
         spares = tuple(each for each in here if each not in members)
-        epoch = Epoch(1 + newest.number, members, self.number, layout, gone, spares, seconds)
+        epoch = Epoch(1 + newest.number, members, self.number, layout, gone, spares, leaving, seconds)
         self._server.set(NEWS, json.dumps(asdict(epoch)))
-        self._publish(members, notes, asdict(epoch))
-        if self.number in members:
+        self._publish((*members, *leaving), notes, asdict(epoch))
+        if self.number in (*members, *leaving):
             return epoch
         self.epoch = epoch
         return None
@@ -499,7 +556,7 @@ class Members:
 
     def _leave_together(self, store: Any) -> None:
         """Wait until all ranks of the epoch are here."""
-        count, all_left = f"left epoch {self.epoch.number}", f"all left epoch {self.epoch.number}"
+        count, all_left = f"left {self._key}", f"all left {self._key}"
         num_left, end_s = store.add(count, 1), time.monotonic() + LEAVE_S
         while self.env.rank == 0 and num_left < self.env.world_size and time.monotonic() < end_s:
             time.sleep(POLL_S)

@@ -13,6 +13,7 @@ import torch
 from pydantic import JsonValue
 
 from megatron3d.checkpoint.async_saver import CheckpointSaver, Snapshot
+from megatron3d.checkpoint.held import Held
 from megatron3d.checkpoint.in_memory import InMemoryCheckpoints
 from megatron3d.checkpoint.index import meta_of
 from megatron3d.checkpoint.publish import LOCK_FILE, FolderLock, RetentionPolicy, is_non_persistent
@@ -59,6 +60,7 @@ from megatron3d.train.checkpointing import (
 )
 from megatron3d.train.monitor.profiling import PROFILES, TRACES, check_memory_history
 from megatron3d.train.monitor.reports import check_built, describe_connections, job_of, startup_report
+from megatron3d.train.restore import restore
 from megatron3d.train.run import Run
 from megatron3d.train.state import TrainState, build_state, connect
 
@@ -69,8 +71,12 @@ HUGGING_FACE = SourceFormat(read_hub_index, HubFile, is_foreign=True)
 MAX_BLOCKS = 1024
 
 
-def build_run(resolved: Resolved, runtime: Runtime, phases: StartupPhases) -> Run:
-    """Open the data, build the training state, load a checkpoint, and last open the output folder."""
+def build_run(resolved: Resolved, runtime: Runtime, phases: StartupPhases, held: Held | None = None) -> Run:
+    """Open the data, build the training state, load a checkpoint, and last open the output folder.
+
+    Args:
+        held: what this rank has in memory of a run that goes on after a loss of ranks; None: it begins with a launch.
+    """
     config = resolved.config
     check_memory_history(config.logging, runtime.device)
     spec, tokenizer, corpus = open_data(config, runtime, phases)
@@ -89,7 +95,8 @@ def build_run(resolved: Resolved, runtime: Runtime, phases: StartupPhases) -> Ru
         memory = make_memory(state, comm, runtime.device)
         if runtime.members is not None:
             runtime.members.note_connections()
-        resume(state, identity, comm, saver)
+        if held is None or not go_on(state, identity, held, saver):
+            resume(state, identity, comm, saver)
     if state.iteration == 0 and any(dataset.manifest is None for dataset in corpus.datasets):
         with phases("token ids of the corpus, which has no manifest"):
             check_without_manifest(corpus, state)
@@ -285,6 +292,26 @@ def resume(state: TrainState, identity: dict[str, JsonValue], comm: Comm, saver:
             print(f"> model.{name}: {saved} in the checkpoint, {own} in this run", flush=True)
         for line in new_state(folder, index, state) if options.optimizer else ():
             print(f"> {line}", flush=True)
+
+
+def go_on(state: TrainState, identity: dict[str, JsonValue], held: Held, saver: CheckpointSaver | None) -> bool:
+    """Restore the newest complete step, from the memory of ranks or from disk; return whether there is one."""
+    config = state.spec.config
+    continued = config.checkpoint.save is not None and (continues_own(config) or held)
+    root = Path(config.checkpoint.save) if continued and config.checkpoint.save is not None else None
+    restored = restore(state, held, root, identity, load_options(state.spec, continues_started=True))
+    if restored.iteration is None:
+        return False
+    comm = state.model.comm
+    if saver is not None and restored.folder is not None and not is_non_persistent(restored.folder):
+        saver.saved_at = state.iteration
+    if saver is not None and config.checkpoint.keep_best:
+        saver.start_from(find_best(saver.root, state.iteration, comm))
+    if comm.mesh.rank == 0:
+        for refused, reason in restored.skipped:
+            print(f"> skipping checkpoint {refused}: {reason}", flush=True)
+        print(f"> going on from {restored}", flush=True)
+    return True
 
 
 def check_nothing_lost(root: Path, damaged: Sequence[tuple[Path, str]]) -> None:

@@ -227,8 +227,10 @@ def report_validation_loss(run: Run) -> float | None:
     loss, *mtp_losses = losses(run.valid_data)
     averaged_loss: float | None = None
     if run.config.optimizer.ema_decay is not None and run.config.train.eval_ema_weights:
+        run.state.update.begin()  # of which a loss of ranks may leave half
         with run.state.optimizer.averaged_weights():
             averaged_loss = losses(run.valid_data)[0]
+        run.state.update.end()
     if run.metrics:
         run.metrics.evaluation(run.state.iteration, loss, mtp_losses, averaged_loss)
     return loss

@@ -9,22 +9,26 @@ The order of samples is a function of their index, so that the same global batch
 
 from __future__ import annotations
 
-import gc
+import contextlib
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from megatron3d.checkpoint.held import Held, hand_over
+from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.config.read import Resolved
 from megatron3d.config.run_spec import RunSpec
-from megatron3d.errors import ExitCode
+from megatron3d.errors import ExitCode, RunFailed
 from megatron3d.forecast.search.nearby import describe_layout, differences, nearby_layout, with_changes
+from megatron3d.parallel.mesh import DATA, Mesh
 from megatron3d.runtime.members import Epoch, RanksLost
 from megatron3d.runtime.process import Runtime, lost_rank
 from megatron3d.runtime.program import StartupPhases, StopSignal
 from megatron3d.train.build import build_run
 from megatron3d.train.loop import train
 from megatron3d.train.monitor.reports import report_end
+from megatron3d.train.restore import held_state
 from megatron3d.train.run import Run
 
 
@@ -39,6 +43,7 @@ class Training:
         self._first, self._resolved, self._here, self._phases, self._stop = resolved, resolved, here, phases, stop
         self._spec: RunSpec | None = None
         self._began_at = 0
+        self._held: Held = ()
         self.run: Run | None = None
 
     def close(self) -> None:
@@ -53,20 +58,30 @@ class Training:
             code = self._train(epoch)
             if code is not None:
                 return code
-            made_progress = self.run is not None and self.run.state.iteration > self._began_at
-            self.close()
-            self.run = None
-            gc.collect()  # of the lost epoch's state what refers to itself
-            found = self._regroup(made_progress)
+            found = self._regroup(self._let_go())
             if isinstance(found, ExitCode):
                 return found
             epoch = found
+
+    def _let_go(self) -> bool:
+        """Keep what can be restored of a run that has lost ranks, and end the rest; return whether it made a step."""
+        run, self.run = self.run, None
+        if run is None:  # lost before it was built, and `_held` is still that of the run before
+            return False
+        self._held = what_is_held(run, self._here)
+        if self._here.members is not None:
+            self._here.members.follow(lambda: None)
+        run.close()
+        return run.state.iteration > self._began_at
 
     def _train(self, epoch: Epoch | None) -> int | None:
         """Build the run and train; return None where ranks are lost and others can go on."""
         here, members = self._here, self._here.members
         try:
-            self.run = run = build_run(self._resolved, here, self._phases)
+            self.run = run = build_run(self._resolved, here, self._phases, self._held if epoch else None)
+            self._held = ()
+            if members is not None:
+                members.follow(lambda: place_of(run))
             self._spec, self._began_at = run.spec, run.state.iteration
             if here.rank == 0:
                 self._tell_ready(run, epoch)
@@ -108,8 +123,9 @@ class Training:
         members = self._here.members
         assert members is not None, "only an elastic run goes on"
         while True:
+            members.keep(bool(self._held))
             try:
-                found = members.regroup(self._plan, made_progress)
+                found = members.regroup(self._plan, made_progress, self._hand_over)
             except RanksLost as lost:
                 print(f"> {lost}", file=sys.stderr, flush=True)
                 made_progress = False
@@ -121,6 +137,12 @@ class Training:
                 self._phases = StartupPhases(printing=self._here.rank == 0)
             return found
 
+    def _hand_over(self, rank: int, num_ranks: int, num_kept: int) -> bool:
+        """Give the first ranks what others have in memory that leave; return whether this one has something then."""
+        held = hand_over(self._held, ProcessComm(Mesh(((DATA[-1], num_ranks),), rank), ()), num_kept)
+        self._held = held if rank < num_kept else ()
+        return bool(self._held)
+
     def _plan(self, num_ranks: int) -> tuple[int, Mapping[str, Any]]:
         """Return the number of ranks, and the layout, for the ranks that are left."""
         assert self._spec is not None, "the run has been built once"
@@ -131,6 +153,26 @@ class Training:
             "slowdown": chosen.slowdown,
             "is_predicted": chosen.is_predicted,
         }
+
+
+def place_of(run: Run) -> tuple[int, bool]:
+    """Return the steps of a run, and whether its state is complete."""
+    return run.state.iteration, run.state.update.is_complete()
+
+
+def what_is_held(run: Run, here: Runtime) -> Held:
+    """Return the boxes of every step that this rank has in memory, of which a half-done update leaves none.
+
+    Where kernels run on after their collectives were aborted, it must not have changed since the loss was noticed.
+    """
+    assert here.members is not None, "only an elastic run goes on"
+    is_usable = here.device.type == "cpu" or place_of(run) == here.members.place_at_loss
+    live = held_state(run.state, run.identity) if is_usable else ()
+    if run.memory is None:
+        return live
+    with contextlib.suppress(RunFailed):  # of the copy that the loss has interrupted
+        run.memory.wait()
+    return (*live, *run.memory.held())
 
 
 def _message(epoch: Epoch, run: Run, seconds: float) -> str:

@@ -88,13 +88,14 @@ LAYOUTS = {
     "zero 1": ["parallel.zero_stage=1"],
     "zero 3": ["parallel.zero_stage=3"],
     "pipeline": ["parallel.pipeline_model_parallel_size=2"],
-    "1d": ["parallel.tensor_model_parallel_size=2", "parallel.zero_stage=1"],
+    "1d": ["parallel.tensor_model_parallel_size=2"],
+    "peers": ["parallel.zero_stage=3", "checkpoint.in_memory_interval=2", "checkpoint.save_interval=null"],
     "2d": ["parallel.tensor_parallel_mode=2d", "parallel.tensor_parallel_shape=[2,2]", "train.micro_batch_size=2"],
 }
 
 
 @pytest.mark.parametrize(
-    ("layout", "lost"), [("zero 1", (3,)), ("zero 3", (0,)), ("pipeline", (1, 2)), ("1d", (2,)), ("2d", (0, 1, 2))]
+    ("layout", "lost"), [("zero 1", (3,)), ("zero 3", (0,)), ("pipeline", (1, 2)), ("1d", (1,)), ("2d", (0, 1, 2))]
 )
 def test_losses_are_those_of_an_undisturbed_run(
     tmp_path: Path, undisturbed: list[float], layout: str, lost: tuple[int, ...]
@@ -104,6 +105,16 @@ def test_losses_are_those_of_an_undisturbed_run(
     (details,) = replans(tmp_path)
     assert details["lost"] == list(lost) and not {*details["members"]} & {*lost}
     assert {"agree", "plan", "connect", "restore"} <= details["seconds"].keys()
+
+
+@pytest.mark.parametrize(("layout", "iteration"), [("1d", 7), ("peers", 6)])
+def test_no_checkpoint_is_read_where_memory_has_a_step(
+    tmp_path: Path, undisturbed: list[float], layout: str, iteration: int
+) -> None:
+    """Two ranks go on, and a third one, which has no place, hands over what they lack."""
+    text = survive(tmp_path, 4, program(tmp_path, "loop.train_step", [(1, 8)]), *LAYOUTS[layout])
+    assert f"> going on from iteration {iteration} from memory" in text
+    assert_equal(tmp_path, undisturbed)
 
 
 def test_a_spare_takes_the_place_of_the_next_rank_that_is_lost(tmp_path: Path, undisturbed: list[float]) -> None:

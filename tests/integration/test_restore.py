@@ -265,6 +265,24 @@ def test_ranks_that_the_new_layout_leaves_out_hand_over_what_others_lack() -> No
     assert [len(each) for each in run_turns(give, 3)] == [1, 1, 1]
 
 
+def test_boxes_of_equal_numbers_are_all_handed_over() -> None:
+    """Of two tensor-parallel ranks and two replicas rank 1 is lost, and rank 3, which has the same, has no place.
+
+    Bug that this finds: of the boxes of equal tensors in several layers only the last one was filled.
+    """
+    config = configure("1d, data 2")
+    held = run_turns(make, 4, config, [1])
+    expected = assembled(at(held, 1))
+    left = [held[rank] for rank in (0, 2, 3)]
+
+    def give(rank: int, world_size: int) -> Held:
+        return hand_over(left[rank], make_comm(Mesh((("t", world_size),), rank), ()), num_kept=2)
+
+    results = run_turns(go_on, 2, configure("1d on two"), run_turns(give, 3)[:2])
+    assert {(found.iteration, found.folder) for found, _, _ in results} == {(1, None)}
+    assert_same(assembled([piece for _, _, pieces in results for piece in pieces]), expected)
+
+
 def test_loss_scale_of_fp16_is_restored() -> None:
     def make_scaled(rank: int, world_size: int, config: Config) -> Held:
         state = build(rank, world_size, config)
