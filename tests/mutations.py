@@ -72,6 +72,7 @@ TEXTS = ("tests/unit/inference/test_continuation.py",)
 SERVER = "tests/integration/tools/test_serve.py"
 FROM_MEMORY = ("tests/integration/test_restore.py",)
 COPIES = ("tests/unit/checkpoint/test_in_memory.py",)
+ELASTIC = ("tests/integration/test_elastic.py",)
 BEST = ("tests/integration/test_best_checkpoint.py", "-k", "stays or rollback")
 
 
@@ -145,6 +146,25 @@ MUTATIONS = [
         "_COMPOSED_COPIES = 4",
         "_COMPOSED_COPIES = 5",
         ("tests/integration/test_peaks.py", "-k", "rms_norm"),
+        "a survivor goes on in the old epoch",
+        "runtime/members.py",
+        "epoch = Epoch(1 + newest.number, members",
+        "epoch = Epoch(newest.number, members",
+        (*ELASTIC, "-k", "zero"),
+    ),
+    Mutation(
+        "fewer ranks train on a smaller global batch",
+        "forecast/search/nearby.py",
+        'train = {"micro_batch_size": candidate.micro_batch_size,',
+        'train = {"micro_batch_size": candidate.micro_batch_size, "global_batch_size": candidate.data,',
+        (*ELASTIC, "-k", "zero"),
+    ),
+    Mutation(
+        "a state whose update is half done is restored",
+        "train/survival.py",
+        "live = held_state(run.state, run.identity) if is_usable else ()",
+        "live = held_state(run.state, run.identity, is_complete=True) if is_usable else ()",
+        (*ELASTIC, "-k", "half"),
     ),
     Mutation(
         "the LM head of nanotron weighs nothing",

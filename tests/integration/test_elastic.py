@@ -117,6 +117,20 @@ def test_no_checkpoint_is_read_where_memory_has_a_step(
     assert_equal(tmp_path, undisturbed)
 
 
+def test_a_half_done_update_is_not_used(tmp_path: Path, undisturbed: list[float]) -> None:
+    """All ranks have updated their weights in part when one of them ends, and go on from their last checkpoint."""
+    path = Path(program(tmp_path, "loop.train_step", [], DIE))
+    half = "    from megatron3d.optim.optimizer import Optimizer\n"
+    half += "    average, updates = Optimizer._average, []\n    def dies(self, skipped):\n        updates.append(1)\n"
+    half += "        if len(updates) == 8 and os.environ['RANK'] == '3':\n            " + DIE + "\n"
+    half += "        if len(updates) == 8:\n            self.buffers.comm.barrier()\n"
+    half += "        return average(self, skipped)\n    Optimizer._average = dies\n    sys.exit"
+    path.write_text(path.read_text().replace("    sys.exit", half))
+    text = survive(tmp_path, 4, str(path))
+    assert "> going on from iteration 6 from " in text and "iter_0000006" in text
+    assert_equal(tmp_path, undisturbed)
+
+
 def test_a_spare_takes_the_place_of_the_next_rank_that_is_lost(tmp_path: Path, undisturbed: list[float]) -> None:
     """Three of four ranks are left, of which two train: when one of these ends, the third does its work."""
     survive(tmp_path, 4, program(tmp_path, "loop.train_step", [(3, 6), (0, 10)]))

@@ -266,7 +266,7 @@ def test_ranks_that_the_new_layout_leaves_out_hand_over_what_others_lack() -> No
 
 
 def test_boxes_of_equal_numbers_are_all_handed_over() -> None:
-    """Of two tensor-parallel ranks and two replicas rank 1 is lost, and rank 3, which has the same, has no place.
+    """Rank 1 is lost; its replica, rank 3 of two times two ranks, has no place in the new layout.
 
     Bug that this finds: of the boxes of equal tensors in several layers only the last one was filled.
     """
