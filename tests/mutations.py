@@ -60,6 +60,7 @@ LATENT_LAYOUTS = ("tests/integration/test_latent_equality.py",)
 LATENT_CACHE = ("tests/unit/inference/test_sampling.py", "-k", "latent")
 FP8 = ("tests/unit/linear/test_fp8.py",)
 FP8_EXPERTS = ("tests/integration/test_fp8_experts.py",)
+FP8_PARAMS = ("tests/integration/test_fp8_params.py", "-k", "bits")
 FP8_ROWS = ("tests/unit/experts/test_fp8_rows.py",)
 GEMM = ("tests/unit/linear/test_gemm.py",)
 FLOPS = ("tests/unit/model/test_flops.py",)
@@ -940,6 +941,41 @@ MUTATIONS = [
         "return num_features + num_features //",
         "return num_features + 0 * num_features //",
         EXPERT_EXCHANGE,
+    ),
+    Mutation(
+        "weights in fp8 have the scales of one rank's part of a block",
+        "zero/buffers.py",
+        "self._reduce_largest([(flat.sharding.axes, fp8.all_largest) for flat, fp8 in shards])",
+        "",
+        FP8_PARAMS,
+    ),
+    Mutation(
+        "weights in fp8 have the scale of one tensor rank's shard",
+        "zero/buffers.py",
+        "(reduced_axes(each.stored.gemm.recipe.w, self.specs[name].layout, self.comm.mesh), fp8.largest[name])",
+        "((), fp8.largest[name])",
+        FP8_PARAMS,
+    ),
+    Mutation(
+        "weights in fp8 stay those of the first step",
+        "zero/buffers.py",
+        "        for flat in self.flat_buffers:\n            flat.quantize()",
+        "        for flat in self.flat_buffers if not flat.num_grads else ():\n            flat.quantize()",
+        FP8_PARAMS,
+    ),
+    Mutation(
+        "an expert multiplies with another one's scales",
+        "linear/fp8_rows.py",
+        "chunk(len(w_ENK))[expert]",
+        "chunk(len(w_ENK))[0]",
+        FP8_PARAMS,
+    ),
+    Mutation(
+        "weights in fp8 are quantized from the master weights without rounding to bf16",
+        "zero/flat_buffer.py",
+        "Fp8Shard(self._held(specs, stored or {}, mesh), dtype, device)",
+        "Fp8Shard(self._held(specs, stored or {}, mesh), self.main_dtype, device)",
+        FP8_PARAMS,
     ),
     Mutation(
         "a row of an expert has the scale of all",

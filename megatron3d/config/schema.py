@@ -603,6 +603,11 @@ class TrainConfig(Section, frozen=True):
         "with fp8: patterns of linears that stay in precision, such as *.attention.proj",
         also="filter_fqns quantize.linear.float8.filter_fqns",
     )
+    fp8_param_gather: bool = key(
+        False,
+        "with fp8: weights are quantized once per step, and all-gathered and kept as fp8; blockwise and tensorwise",
+        also="fp8_param enable_fsdp_float8_all_gather fp8_all_gather",
+    )
     loss_scale: float | None = key(None, "fixed loss scale, with fp16; default: dynamic", gt=0, most=2**64)
     initial_loss_scale: float = key(2.0**32, "initial value of a dynamic loss scale", gt=0, most=2**64)
     min_loss_scale: float = key(1.0, gt=0, most=2**64)

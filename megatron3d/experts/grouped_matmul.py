@@ -52,7 +52,7 @@ def grouped_product(x: Operand, w_ENK: Tensor, rows: Groups, gemm: Gemm = NATIVE
     if y_RN is not None:
         return y_RN
     y_RN = x.data.new_empty((len(x.data), w_ENK.shape[1]), dtype=x.dtype)
-    return _one_by_one(y_RN, x, w_ENK, rows, lambda x, w, into: gemm.y(x, gemm.w(w), into_MN=into))
+    return _one_by_one(y_RN, x, rows, lambda x, expert, into: gemm.y(x, gemm.w_of(w_ENK, expert), into_MN=into))
 
 
 def grouped_input_grad(dy: Operand, w_ENK: Tensor, rows: Groups, gemm: Gemm = NATIVE) -> Tensor:
@@ -61,23 +61,23 @@ def grouped_input_grad(dy: Operand, w_ENK: Tensor, rows: Groups, gemm: Gemm = NA
     if dx_RK is not None:
         return dx_RK
     dx_RK = dy.data.new_empty((len(dy.data), w_ENK.shape[2]), dtype=dy.dtype)
-    w_of = partial(gemm.w, at=Direction.BACKWARD)
-    return _one_by_one(dx_RK, dy, w_ENK, rows, lambda dy, w, into: gemm.dx(dy, w_of(w), into_MK=into))
+    w_of = partial(gemm.w_of, w_ENK, at=Direction.BACKWARD)
+    return _one_by_one(dx_RK, dy, rows, lambda dy, expert, into: gemm.dx(dy, w_of(expert), into_MK=into))
 
 
 def _one_by_one(
-    out: Tensor, x: Operand, w: Tensor, rows: Groups, multiply: Callable[[Operand, Tensor, Tensor | None], Tensor]
+    out: Tensor, x: Operand, rows: Groups, multiply: Callable[[Operand, int, Tensor | None], Tensor]
 ) -> Tensor:
     """Return `out` with the product of each expert's rows and its weight."""
     shaped = padded if is_compiled_by_shape(x.data) else lambda part: part
-    for part, of_expert, weight in zip(ranges(rows.counts), parts(x, rows.counts), w, strict=True):
+    for expert, (part, of_expert) in enumerate(zip(ranges(rows.counts), parts(x, rows.counts), strict=True)):
         count = part.stop - part.start
         if count:
             operand = shaped(of_expert)
             if len(operand.data) == count:
-                multiply(operand, weight, out[part])
+                multiply(operand, expert, out[part])
             else:
-                out[part] = multiply(operand, weight, None)[:count]
+                out[part] = multiply(operand, expert, None)[:count]
     return out
 
 

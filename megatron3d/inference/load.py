@@ -49,9 +49,13 @@ def read_run(folder: Path, overrides: Sequence[str], world_size: int, micro_batc
 
 
 def _with_batch(config: Config, micro_batch_size: int, global_batch_size: int) -> Config:
-    """Return the configuration with other batch sizes and uncompiled, since shapes change with every token."""
-    batch = {"micro_batch_size": micro_batch_size, "global_batch_size": global_batch_size, "compile": False}
-    return config.model_copy(update={"train": config.train.model_copy(update=batch)})
+    """Return the configuration with other batch sizes and uncompiled, since shapes change with every token.
+
+    Weights are not stored in fp8: latent attention reads some as they are.
+    """
+    batch = {"micro_batch_size": micro_batch_size, "global_batch_size": global_batch_size}
+    others = {"compile": False, "fp8_param_gather": False}
+    return config.model_copy(update={"train": config.train.model_copy(update=batch | others)})
 
 
 def restore(

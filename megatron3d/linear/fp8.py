@@ -140,6 +140,12 @@ class Fp8Gemm(Gemm):
         self.kernel_of = kernel_of
         self.format, self.dy_format = (DTYPES[name] for name in fp8.formats)
         self.scale_dtype = SCALE_DTYPES[fp8.recipe.scale_bytes]
+        self._stored: tuple[Tensor, torch.dtype] | None = None
+
+    def hold_scales(self, scales: Tensor, dtype: torch.dtype) -> None:
+        """Take the parameter as W in fp8 from now on, with these scales, of values of `dtype`."""
+        assert self.recipe.w.is_square, "W^T is quantized from the values of W, which are not stored"
+        self._stored = scales, dtype
 
     def x(self, x_MK: Tensor, is_kept: bool = False) -> Operand:
         if is_kept and self.fuses(x_MK):
@@ -148,6 +154,8 @@ class Fp8Gemm(Gemm):
         return self._quantized(x_MK, self.recipe.x, self.format, self.plan.x_layout)
 
     def w(self, w_NK: Tensor, at: Direction = Direction.FORWARD) -> Operand:
+        if self._stored is not None:
+            return self._restored_w(w_NK, self._stored[0], at)
         if at is Direction.FORWARD:
             return self._quantized(w_NK, self.recipe.w, self.format, self.plan.w_layout)
         return self._quantized(w_NK, self.recipe.w, self.format, self.plan.w_layout, transposes=True)
@@ -164,7 +172,7 @@ class Fp8Gemm(Gemm):
     def kept(self, saved: Kept) -> tuple[Operand, Tensor]:
         data_KM, scales, w_NK = saved
         assert data_KM is not None and w_NK is not None, "both are kept"
-        form = _form(self.recipe.x, w_NK.dtype, is_transposed=True)
+        form = _form(self.recipe.x, self._dtype(w_NK), is_transposed=True)
         return Operand(data_KM, scales, form), w_NK
 
     def gathered(self, dy: Operand) -> tuple[Operand, Operand]:
@@ -209,6 +217,15 @@ class Fp8Gemm(Gemm):
         kernel = self.kernel_of(self.recipe_name, a.data.device, a.dtype)
         return scaled_product(kernel, a, b, dtype, is_fast) if kernel and fits(kernel, a, b) else None
 
+    def _dtype(self, w_NK: Tensor) -> torch.dtype:
+        """Return the dtype of the values of a parameter."""
+        return w_NK.dtype if self._stored is None else self._stored[1]
+
+    def _restored_w(self, w_NK: Tensor, scales: Tensor, at: Direction) -> Operand:
+        """Return W that is stored in fp8 as it is multiplied for Y, or for dX."""
+        operand = Operand(w_NK.detach(), scales, _form(self.recipe.w, self._dtype(w_NK), is_transposed=False))
+        return operand if at is Direction.FORWARD else transposed(operand)
+
     def _values(self, operand: Operand) -> Operand:
         """Return the values of a quantized operand: in bf16 where the network's are and bf16 holds them, else wider."""
         assert operand.form is not None, "the operand is quantized"
@@ -221,8 +238,7 @@ class Fp8Gemm(Gemm):
         form = operand.form
         assert form is not None and operand.scales is not None, "the operand is quantized"
         if self.recipe.x.is_square:
-            transposed = form._replace(is_transposed=True)
-            return Operand(operand.data.T.contiguous(), operand.scales.T.contiguous(), transposed)
+            return transposed(operand)
         fp8 = operand.data.dtype
         if t is None and self.fuses(operand.data):
             (turned,) = self._fused(
@@ -282,6 +298,13 @@ class Fp8Gemm(Gemm):
         scales = inverse.to(self.scale_dtype)
         form = _form(blocks, dtype or t.dtype, is_transposed=transposes)
         return Operand(*((data.T.contiguous(), scales.T.contiguous()) if transposes else (data, scales)), form)
+
+
+def transposed(operand: Operand) -> Operand:
+    """Return the second form of an operand whose blocks are as wide as high."""
+    assert operand.form is not None and operand.scales is not None, "the operand is quantized"
+    form = operand.form._replace(is_transposed=True)
+    return Operand(operand.data.T.contiguous(), operand.scales.T.contiguous(), form)
 
 
 def _form(blocks: Blocks, dtype: torch.dtype, *, is_transposed: bool) -> Form:

@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron3d.linear.fp8 import Fp8Gemm, dequantized
 from megatron3d.linear.fp8_plan import Blocks
 from megatron3d.linear.gemm import NATIVE, Form, Kept, Operand
+from megatron3d.linear.overlap_plan import Direction
 from megatron3d.linear.scaled_mm import fits, scaled_product
 
 
@@ -32,6 +33,11 @@ class Fp8RowsGemm(Fp8Gemm):
 
     def x(self, x_MK: Tensor, is_kept: bool = False) -> Operand:
         return self._quantized(x_MK, self.row_blocks, self.format, self.plan.x_layout)
+
+    def w_of(self, w_ENK: Tensor, expert: int, at: Direction = Direction.FORWARD) -> Operand:
+        if self._stored is None:
+            return super().w_of(w_ENK, expert, at)
+        return self._restored_w(w_ENK[expert], self._stored[0].chunk(len(w_ENK))[expert], at)
 
     def packed(self, x_MK: Tensor) -> Tensor:
         x = self.x(x_MK)
@@ -56,7 +62,7 @@ class Fp8RowsGemm(Fp8Gemm):
     def kept(self, saved: Kept) -> tuple[Operand, Tensor]:
         data_RK, scales, w_FK = saved
         assert data_RK is not None and w_FK is not None, "both are kept"
-        return Operand(data_RK, scales, Form(*self.row_blocks, w_FK.dtype)), w_FK
+        return Operand(data_RK, scales, Form(*self.row_blocks, self._dtype(w_FK))), w_FK
 
     def dw(self, dy: Operand, x: Operand, dtype: torch.dtype) -> Tensor:
         return NATIVE.dw(dy, self._restored(x, dy), dtype)

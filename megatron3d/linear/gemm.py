@@ -169,6 +169,10 @@ class Gemm:
         """Return W, or a shard of it, as it is gathered and multiplied for Y, or in backward for dX."""
         return Operand(w_NK)
 
+    def w_of(self, w_ENK: Tensor, expert: int, at: Direction = Direction.FORWARD) -> Operand:
+        """Return W of one of the experts."""
+        return self.w(w_ENK[expert], at)
+
     def dy(self, dy_MN: Tensor) -> Operand:
         """Return dY, or a shard of it, as it is gathered."""
         return Operand(dy_MN)

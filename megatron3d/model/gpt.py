@@ -21,12 +21,14 @@ from megatron3d.attention.rotary import PositionTables, rotary_tables, temperatu
 from megatron3d.comm.interface import Comm
 from megatron3d.data.packing import PLAIN, Packing, Starts
 from megatron3d.linear.collectives import PrefetchedWeight, prefetch_in_order
+from megatron3d.linear.fp8 import Fp8Gemm
 from megatron3d.linear.fp8_plan import Fp8
 from megatron3d.linear.gemm import NATIVE, Gemm
 from megatron3d.linear.main_grad import MainGrads, WgradQueue
 from megatron3d.linear.matmul import CompiledLinears
 from megatron3d.linear.overlap_plan import OVERLAP_ALL, TPOverlap
 from megatron3d.model.ends import Embedding, LossHead, PredictionModule, inputs_ahead, keep_hidden
+from megatron3d.model.experts import ExpertLinear
 from megatron3d.model.layers import Layer
 from megatron3d.model.microbatch import Pass, Target, local_positions
 from megatron3d.model.modules import Build, HiddenDropout, Linear, Norm
@@ -40,7 +42,7 @@ from megatron3d.ops.recompute import ActivationOffload, KeptResults, recomputed
 from megatron3d.parallel.layout import ParamSpec
 from megatron3d.parallel.mesh import PIPELINE
 from megatron3d.parallel.modes.mode import Mode
-from megatron3d.zero import FsdpUnit
+from megatron3d.zero import FsdpUnit, StoredWeight
 
 ActivationHook = Callable[[str, Tensor], None]
 
@@ -176,9 +178,23 @@ class GPT(nn.Module):
             for _, weight in self._prefetched_weights(stage):
                 weight.drop()
 
+    @property
+    def like(self) -> Tensor:
+        """A parameter in the network's dtype, which weights that are stored in fp8 are not."""
+        return next(param for param in self.parameters() if param.dtype.itemsize > 1)
+
+    def stored_weights(self) -> dict[str, StoredWeight]:
+        """Return the weights that multiply in fp8, by path, for buffers that store them so."""
+        found = dict[str, StoredWeight]()
+        for path, module in self.named_modules():
+            if isinstance(module, Linear | ExpertLinear) and isinstance(gemm := module.matmul.gemm, Fp8Gemm):
+                count = module.matmul.num_experts if isinstance(module, ExpertLinear) else 1
+                found[f"{path}.weight"] = StoredWeight(gemm, count)
+        return found
+
     def zeros(self, *shape: int) -> Tensor:
         """Return zeros of a shape, the contribution of a rank without the last stage to a sum of losses or logits."""
-        param = next(self.parameters())
+        param = self.like
         return param.new_zeros(shape, dtype=torch.promote_types(param.dtype, torch.float32))
 
     def begin(
@@ -292,7 +308,7 @@ class GPT(nn.Module):
     def _rotary_tables(self, seq_length: int) -> tuple[PositionTables, ...]:
         """Return the tables of each rotary embedding of the model, and then the factors of queries."""
         if not self._rotary or len(self._rotary[0][0]) < seq_length:
-            like, longest = next(self.parameters()), max(seq_length, self.arch.seq_length)
+            like, longest = self.like, max(seq_length, self.arch.seq_length)
             self._rotary = tuple(rotary_tables(longest, rotary, like) for rotary in rotaries(self.arch))
             if (factor := temperature(self.arch)) is not None:
                 self._rotary += (temperature_table(longest, factor, like),)

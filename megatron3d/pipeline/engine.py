@@ -365,7 +365,7 @@ class PipelineExecutor:
 
     def _transfer(self, at: Pass) -> ActivationTransfer:
         model, layout = self.model, self.model.mode.residual
-        mesh, param = model.comm.mesh, next(model.parameters())
+        mesh, param = model.comm.mesh, model.like
         whole = at.num_sequences * at.seq_length, model.arch.hidden_size
         copies = mesh.nontrivial(model.mode.copies)
         return ActivationTransfer(box_shape(box(whole, layout, mesh)), param.dtype, param.device, copies, model.comm)

@@ -140,6 +140,7 @@ def build_state(
         in_groups=partial(in_groups, config.optimizer),
         reduce_dtype=torch.bfloat16 if config.train.grad_reduce_in_bf16 else None,
         axes_dtype=torch.bfloat16 if spec.narrow_wgrad else None,
+        stored=model.stored_weights() if config.train.fp8_param_gather else {},
     )
     if compiles:
         _compile(model, config)

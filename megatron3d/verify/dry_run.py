@@ -148,7 +148,7 @@ def tensors_by_kind(state: TrainState) -> dict[str, list[Tensor]]:
     flats, optimizer = state.buffers.flat_buffers, state.optimizer
     mains = [flat.main for flat in flats if not flat.is_view]
     return {
-        "weights": [] if state.buffers.sharding.params else [flat.params for flat in flats],
+        "weights": [tensor for flat in flats for tensor in flat.weights],
         "main weights": mains,
         "gradients": [flat.grad if flat.full_grad is None else flat.full_grad for flat in flats],
         "optimizer": optimizer.state_values,

@@ -19,16 +19,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from megatron3d.comm.interface import Comm
+from megatron3d.linear.fp8_plan import reduced_axes
 from megatron3d.linear.main_grad import MainGrads
 from megatron3d.parallel.layout import ParamSpec, Sharding
-from megatron3d.parallel.mesh import DATA
+from megatron3d.parallel.mesh import DATA, Axes
 from megatron3d.zero.flat_buffer import FlatBuffer, FsdpUnit, GradReduction, InGroups, by_decay, make_flat_buffers
+from megatron3d.zero.fp8_shard import StoredWeight
 
 # Backward starts with a norm, whose compute is too short to hide the all-gather of a layer.
 UNITS_PREFETCHED_BY_HEAD = 2
@@ -145,6 +148,7 @@ class Buffers:
         reduce_dtype: dtype in which gradients are reduced over data ranks; None: that of main_grad.
         axes_dtype: dtype in which tensor axes reduce weight gradients; None: that of main_grad.
         main_grads: registry to which each parameter's gradient buffer is added; None: a new one.
+        stored: weights that are stored in fp8, quantized once per step, by path.
     """
 
     def __init__(
@@ -162,6 +166,7 @@ class Buffers:
         reduce_dtype: torch.dtype | None = None,
         axes_dtype: torch.dtype | None = None,
         main_grads: MainGrads | None = None,
+        stored: Mapping[str, StoredWeight] = MappingProxyType({}),
     ) -> None:
         self.comm, self.sharding = comm, sharding
         self._reduce_dtype, self.axes_dtype = reduce_dtype, axes_dtype
@@ -177,6 +182,7 @@ class Buffers:
             device,
             bucket_bytes=bucket_bytes,
             in_groups=in_groups,
+            stored={name: stored[name] for name in self.specs if name in stored},
         )
         # Reductions run one after another if each has a buffer of its own, or if each consists of two collectives.
         is_grouped = bool(sharding.axes) and comm.mesh.sizes[DATA[0]] > 1
@@ -243,12 +249,37 @@ class Buffers:
     def publish(self) -> None:
         """Let the next forward use the updated parameters: start the first all-gather; at ZeRO stage 3 free them."""
         self.settle()
+        self._quantize()
         if self.sharding.params:
             for flat in self.flat_buffers:
                 flat.free()
             return
         self._to_gather = deque(self.flat_buffers)
         self._start_gathers(GATHERS_AHEAD if self.sharding.axes else len(self.flat_buffers))
+
+    def _quantize(self) -> None:
+        """Quantize this rank's shards of weights that are stored in fp8, with the largest values of whole blocks."""
+        for flat in self.flat_buffers:
+            flat.measure()
+        shards = [(flat, flat.fp8) for flat in self.flat_buffers if flat.fp8 is not None]
+        self._reduce_largest([(flat.sharding.axes, fp8.all_largest) for flat, fp8 in shards])
+        self._reduce_largest(
+            [
+                (reduced_axes(each.stored.gemm.recipe.w, self.specs[name].layout, self.comm.mesh), fp8.largest[name])
+                for _, fp8 in shards
+                for name, each in fp8.weights.items()
+            ]
+        )
+        for flat in self.flat_buffers:
+            flat.quantize()
+
+    def _reduce_largest(self, values: Sequence[tuple[Axes, Tensor]]) -> None:
+        """Reduce largest values in place, all of the same axes together."""
+        for axes in dict.fromkeys(axes for axes, _ in values if axes):
+            parts = [part for other, part in values if other == axes]
+            whole = self.comm.all_reduce(torch.cat([part.flatten() for part in parts]), axes, op="max").wait()
+            for part, reduced in zip(parts, whole.split([part.numel() for part in parts]), strict=True):
+                part.copy_(reduced.view_as(part))
 
     def _start_gathers(self, count: int) -> None:
         """Start the next all-gathers of updated parameters, in the order of their use."""

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from megatron3d.comm.interface import Comm, Pending
 from megatron3d.parallel.layout import ParamSpec, Sharding, shard_numel
 from megatron3d.parallel.mesh import PIPELINE, Axes, Link, Mesh
+from megatron3d.zero.fp8_shard import Fp8Shard, Held, StoredWeight
 
 G = TypeVar("G")
 # Returns the parameters of a buffer in the order in which it holds them: those that are updated alike are neighbours.
@@ -72,12 +73,14 @@ class BufferKey:
     Attributes:
         sharding: ZeRO's, over axes that do not shard the parameters themselves, as those of experts do.
         unit: the FSDP unit if parameters are sharded.
+        is_fp8: parameters are weights that are stored in fp8.
     """
 
     sync: GradSync
     sharding: Sharding
     stage: int
     unit: str | None
+    is_fp8: bool = False
 
 
 class FlatBuffer:
@@ -88,10 +91,17 @@ class FlatBuffer:
         main: this rank's shard of the master weights; a view of `params` (`is_view`) where the dtypes are equal.
         grad: this rank's shard of main_grad; if gradients are sharded, it is valid until the next step starts.
         spans: range of each parameter in `params`, in the order of `specs`.
+        fp8: quantization of weights that are stored in fp8; None: parameters have the model's dtype.
     """
 
     def __init__(
-        self, key: BufferKey, specs: Mapping[str, ParamSpec], mesh: Mesh, dtype: torch.dtype, device: torch.device
+        self,
+        key: BufferKey,
+        specs: Mapping[str, ParamSpec],
+        mesh: Mesh,
+        dtype: torch.dtype,
+        device: torch.device,
+        stored: Mapping[str, StoredWeight] | None = None,
     ) -> None:
         self.sync, self.stage = key.sync, key.stage
         self.sharding = sharding = key.sharding
@@ -105,16 +115,29 @@ class FlatBuffer:
         part = shard_numel(self.size, ranks)
         self.shard, self.numel = slice(index * part, (index + 1) * part), ranks * part
         self.main_dtype = torch.promote_types(dtype, torch.float32)
-        self.params = torch.zeros(self.numel, dtype=dtype, device=device)
+        self.fp8 = Fp8Shard(self._held(specs, stored or {}, mesh), dtype, device) if key.is_fp8 else None
+        kept = dtype if stored is None or not key.is_fp8 else next(iter(stored.values())).gemm.format
+        self.params = torch.zeros(self.numel, dtype=kept, device=device)
         # Writing through another tensor of the same storage does not bump the version of weights that autograd saved.
         self.params_data = self.params.data
-        self.is_view = dtype == self.main_dtype and not sharding.params
+        self.is_view = kept == self.main_dtype and not sharding.params
+        # This rank's shard in fp8, which outlives `params` where these are freed.
+        self._own = self.params_data[self.shard] if not sharding.params else self.params.new_zeros(part * key.is_fp8)
         self.main = self.params[self.shard] if self.is_view else self._zeros(part)
         self.full_grad = None if sharding.grads else self._zeros(self.numel)
         self.grad = self._zeros(part) if self.full_grad is None else self.full_grad[self.shard]
         self._grad_views: dict[str, Tensor] = {}  # of full_grad, made once for all microbatches
         self._gather: Pending | None = None
         self._renew()
+
+    def _held(
+        self, specs: Mapping[str, ParamSpec], stored: Mapping[str, StoredWeight], mesh: Mesh
+    ) -> Mapping[str, Held]:
+        found = dict[str, Held]()
+        for name, spec in specs.items():
+            rows, features = spec.local_shape(mesh)
+            found[name] = Held(stored[name], (rows, features), *self.shard_range(name))
+        return found
 
     def _zeros(self, numel: int) -> Tensor:
         return torch.zeros(numel, dtype=self.main_dtype, device=self.params.device)
@@ -215,13 +238,26 @@ class FlatBuffer:
         """Allocate `params` and copy this rank's shard into it."""
         if not self.is_allocated:
             self.params.untyped_storage().resize_(self.numel * self.params.element_size())
-        if not self.is_view:
+        if self.fp8 is None and not self.is_view:
             self.params_data[self.shard].copy_(self.main)
+        elif self.fp8 is not None and self.sharding.params:
+            self.params_data[self.shard].copy_(self._own)
+
+    def measure(self) -> None:
+        """Take the largest values of this rank's shard of weights that are stored in fp8."""
+        if self.fp8 is not None:
+            self.fp8.measure(self.main)
+
+    def quantize(self) -> None:
+        """Write this rank's shard of weights that are stored in fp8, once largest values are reduced."""
+        if self.fp8 is not None:
+            self.fp8.quantize(self.main, self._own)
 
     def start_gather(self, comm: Comm) -> None:
         """Allocate `params` and start to all-gather it."""
         self.allocate()
-        self._gather = comm.all_gather_into(self.params_data, self.sharding.axes)
+        sent = self.params_data if self.fp8 is None else self.params_data.view(torch.uint8)
+        self._gather = comm.all_gather_into(sent, self.sharding.axes)
 
     @property
     def is_gathering(self) -> bool:
@@ -240,9 +276,15 @@ class FlatBuffer:
         self.params.untyped_storage().resize_(0)
 
     @property
+    def weights(self) -> list[Tensor]:
+        """Return the tensors of parameters that are held between steps, without master weights."""
+        whole = [] if self.sharding.params else [self.params]
+        return whole if self.fp8 is None else [*(whole or [self._own]), *self.fp8.tables]
+
+    @property
     def nbytes(self) -> dict[str, int]:
         """Return the bytes held between steps, by kind."""
-        weights = 0 if self.sharding.params else self.params.nbytes
+        weights = sum(each.nbytes for each in self.weights)
         grad = self.grad if self.sharding.grads or self.full_grad is None else self.full_grad
         return {"weights": weights + (0 if self.is_view else self.main.nbytes), "gradients": grad.nbytes}
 
@@ -257,8 +299,9 @@ def make_flat_buffers(
     *,
     bucket_bytes: float,
     in_groups: InGroups,
+    stored: Mapping[str, StoredWeight],
 ) -> list[FlatBuffer]:
-    """Return flat buffers for all parameters, in the order of the forward pass.
+    """Return flat buffers for all parameters, in the order of the forward pass; weights that are stored in fp8 apart.
 
     A buffer is one bucket: at least `bucket_bytes` of gradients, counted from the end, where backward starts.  If
     parameters are sharded, it holds one FSDP unit.
@@ -269,7 +312,7 @@ def make_flat_buffers(
         for name, spec in each.items():
             unit = unit_of[name] if sharding.params else None
             own = sharding.without(spec.axes, mesh)
-            groups.setdefault(BufferKey(_grad_sync(spec, own, mesh), own, stage, unit), []).append(name)
+            groups.setdefault(BufferKey(_grad_sync(spec, own, mesh), own, stage, unit, name in stored), []).append(name)
     least = bucket_bytes / torch.promote_types(dtype, torch.float32).itemsize
     runs = [
         (key, run)
@@ -278,7 +321,7 @@ def make_flat_buffers(
     ]
     order = {name: index for index, name in enumerate(specs)}
     return [
-        FlatBuffer(key, in_groups({name: specs[name] for name in run}), mesh, dtype, device)
+        FlatBuffer(key, in_groups({name: specs[name] for name in run}), mesh, dtype, device, stored)
         for key, run in sorted(runs, key=lambda each: order[each[1][0]])
     ]
 

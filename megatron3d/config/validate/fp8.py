@@ -45,6 +45,12 @@ def fp8_problems(facts: Facts) -> Iterator[str]:
             f"{where}: the linear after a module of train.recompute_modules={show(again)} keeps its input in fp8, so "
             "that nothing is saved; use other modules, or recompute_granularity full"
         )
+    if config.train.fp8_param_gather and not fp8.recipe.w.is_square:
+        square = one_of([name for name, recipe in RECIPES.items() if recipe.w.is_square])
+        yield (
+            f"{facts.named('train.fp8_param_gather')}: backward multiplies W^T, whose blocks with "
+            f"{plain(config, RECIPE)} are not those of W, and whose values are not stored; use fp8_recipe {square}"
+        )
     paths = _linears(facts)
     for pattern in config.train.fp8_exclude:
         if not any(fnmatchcase(path, pattern) for path in paths):

@@ -19,7 +19,13 @@ SAVING = (
     "keep_best",
     "async_save",
 )
-FP8_KEYS = ("fp8_recipe", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", "fp8_exclude")
+FP8_KEYS = (
+    "fp8_recipe",
+    "num_layers_at_start_in_bf16",
+    "num_layers_at_end_in_bf16",
+    "fp8_exclude",
+    "fp8_param_gather",
+)
 STREAMING = ("stream_key", "stream_lanes", "stream_shuffle_rows", "on_bad_record")
 # Value of train.recompute_granularity that each key belongs to.
 RECOMPUTE_KEYS = {"recompute_modules": "selective", "recompute_method": "full", "recompute_num_layers": "full"}

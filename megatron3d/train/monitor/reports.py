@@ -85,7 +85,7 @@ Fact = Callable[[TrainState], str | None]
 
 def describe_gemms(state: TrainState) -> str | None:
     """Describe which library multiplies in fp32 on a CPU."""
-    whole = state.buffers.flat_buffers[0].params
+    whole = state.model.like
     if whole.device.type != "cpu" or whole.dtype != torch.float32:
         return None
     return f"GEMMs by oneDNN instead of MKL on this CPU: {onednn_gemms(whole.device, whole.dtype)}"
@@ -104,7 +104,7 @@ def describe_fp8_linears(state: TrainState) -> str | None:
 
 def describe_attention_kernel(state: TrainState) -> str:
     """Describe the attention kernels of this rank."""
-    arch, whole = state.model.arch, state.buffers.flat_buffers[0].params
+    arch, whole = state.model.arch, state.model.like
     work = job_of(state.spec, whole.device).local
     heads = work.num_queries, work.num_groups, arch.kv_channels
     q, k = (whole.new_empty((1, n, 1, arch.kv_channels)) for n in heads[:2])
@@ -133,7 +133,7 @@ def describe_context(state: TrainState) -> str | None:
     by_documents = f"1/{ranks} of the positions, by the documents of each sequence"
     held = by_documents if model.order.by_documents else f"positions {chunks}"
     exchange, arch = state.spec.config.parallel.cp_comm_type, model.arch
-    q = state.buffers.flat_buffers[0].params.new_empty((1, 1, 1, arch.kv_channels))
+    q = state.model.like.new_empty((1, 1, 1, arch.kv_channels))
     kernel = kernel_name(q, arch.attention_softcap, arch.attention_dropout)
     what = f"{ranks} ranks, of which this one has {held}; keys and values by {exchange}"
     return f"context: {what}; pairs of rows by {kernel}"
@@ -141,7 +141,7 @@ def describe_context(state: TrainState) -> str | None:
 
 def describe_loss(state: TrainState) -> str:
     """Describe the kernel and the chunks of the loss."""
-    whole = state.buffers.flat_buffers[0].params
+    whole = state.model.like
     rows, ranks = job_of(state.spec, whole.device).local.chunk_rows
     kernel = LOSS_KERNEL_NAMES[loss_kernel(whole.is_cuda, whole.dtype)]
     return f"loss: {kernel}, in chunks of {rows * ranks:,} tokens"
@@ -149,7 +149,7 @@ def describe_loss(state: TrainState) -> str:
 
 def describe_compilation(state: TrainState) -> str:
     """Describe whether layers are compiled, why, and which of their modules split the graph."""
-    setting, device = state.spec.config.train.compile, state.buffers.flat_buffers[0].params.device
+    setting, device = state.spec.config.train.compile, state.model.like.device
     why = f"train.compile={str(setting).lower()}"
     if not state.spec.compiles(on_gpu=device.type != "cpu"):
         where = " on a CPU" if device.type == "cpu" else " where norms are recomputed"
@@ -186,7 +186,7 @@ def describe_buckets(state: TrainState) -> str | None:
     ranks = sizes.data * sizes.context
     if ranks == 1:
         return None
-    train, device = state.spec.config.train, flats[0].params.device
+    train, device = state.spec.config.train, state.model.like.device
     least = state.spec.bucket_bytes(on_gpu=device.type != "cpu") / 2**20
     why = "the default" if train.bucket_mb is None else "train.bucket_mb"
     size = "one per FSDP unit" if state.spec.sharding.params else f"of at least {least:,.4g} MiB ({why})"
@@ -257,7 +257,7 @@ def describe_documents(documents: Sequence[Sequence[int]], local: LocalSizes) ->
 
 def _lines(state: TrainState, peak: Peak | None, settings: Mapping[str, str]) -> Iterator[str]:
     spec, flats = state.spec, state.buffers.flat_buffers
-    arch, whole = spec.arch, flats[0].params
+    arch, whole = spec.arch, state.model.like
     job, config = job_of(spec, whole.device), spec.config
     groups = "" if arch.num_query_groups == arch.num_attention_heads else f" ({arch.num_query_groups} key/value groups)"
     gate = " gated" if arch.activation in GATED else ""
