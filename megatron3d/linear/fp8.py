@@ -19,13 +19,14 @@ Letters: M tokens, K input features, N output features; R rows and S summed feat
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron3d.comm.interface import Comm
 from megatron3d.linear.fp8_plan import Blocks, Fp8, reduced_axes
-from megatron3d.linear.gemm import NATIVE, Form, Gemm, Kept, Operand
+from megatron3d.linear.gemm import NATIVE, Form, Forms, Gemm, Kept, Operand
 from megatron3d.linear.overlap_plan import Direction
 from megatron3d.linear.scaled_mm import E4M3, E5M2, E8M0, ScaledKernel, fits, kernel_of, scaled_product
 from megatron3d.parallel.layout import Layout
@@ -108,6 +109,55 @@ def dequantized(operand: Operand, dtype: torch.dtype | None = None) -> Tensor:
     return values.to(dtype)
 
 
+def quantized(
+    t: Tensor, blocks: Blocks, fp8: torch.dtype, has_powers: bool, largest: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return a tensor as fp8, and the factors in fp32 that restore it; `largest`: of its blocks, where these go on."""
+    factor, inverse = scales_of(largest_of_blocks(t, blocks) if largest is None else largest, fp8, has_powers)
+    return round_to_fp8(t, factor, blocks, fp8, has_powers), inverse
+
+
+class TraceableFp8(NamedTuple):
+    """Operands of a linear whose blocks have no axes, inside compiled graphs.
+
+    Attributes:
+        blocks: of X and dY; fp8, dy_fp8: their formats; has_powers: scales are powers of 2.
+        requantizes_dy: the form of dY for dW is made of the values of the other one; scale_bytes: of a stored scale.
+    """
+
+    blocks: Blocks
+    fp8: torch.dtype
+    dy_fp8: torch.dtype
+    has_powers: bool
+    requantizes_dy: bool
+    scale_bytes: int
+
+    def x(self, x_MK: Tensor) -> Forms:
+        """Return X for Y and for dW."""
+        data, scales = quantized(x_MK, self.blocks, self.fp8, self.has_powers)
+        return data, scales, *self._along_rows(x_MK, data, scales)
+
+    def dy(self, dy_MN: Tensor) -> Forms:
+        """Return dY for dX and for dW."""
+        data, scales = quantized(dy_MN, self.blocks, self.dy_fp8, self.has_powers)
+        if self.requantizes_dy:
+            operand = Operand(data, scales, _form(self.blocks, dy_MN.dtype, is_transposed=False))
+            dy_MN = dequantized(operand, restored_dtype(dy_MN.dtype, self.has_powers))
+        return data, scales, *self._along_rows(dy_MN, data, scales)
+
+    def _along_rows(self, t: Tensor, data: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the second form of a tensor, of which `data` and `scales` are the first."""
+        if self.blocks.is_square:
+            return data, scales
+        return quantized(t, self.blocks.transposed, data.dtype, self.has_powers)
+
+
+def restored_dtype(dtype: torch.dtype, has_powers: bool) -> torch.dtype:
+    """Return the dtype in which fp8 values are restored: bf16 where the network's is and holds them, else wider."""
+    is_exact = has_powers and dtype == torch.bfloat16
+    return dtype if is_exact else torch.promote_types(dtype, torch.float32)
+
+
 def _widened(data: Tensor, dtype: torch.dtype) -> tuple[Tensor, float]:
     """Return fp8 values as values of fp32 or wider, and the power of 2 by which these are to be multiplied.
 
@@ -139,6 +189,10 @@ class Fp8Gemm(Gemm):
         self.recipe_name, self.recipe, self.plan, self.comm = fp8.recipe_name, fp8.recipe, plan, comm
         self.kernel_of = kernel_of
         self.format, self.dy_format = (DTYPES[name] for name in fp8.formats)
+        requantizes_dy = self.recipe.sends_dy and not self.recipe.x.is_square
+        self.traceable = TraceableFp8(
+            self.recipe.x, self.format, self.dy_format, self.recipe.has_powers, requantizes_dy, self.recipe.scale_bytes
+        )
         self.scale_dtype = SCALE_DTYPES[fp8.recipe.scale_bytes]
         self._stored: tuple[Tensor, torch.dtype] | None = None
 
@@ -146,6 +200,11 @@ class Fp8Gemm(Gemm):
         """Take the parameter as W in fp8 from now on, with these scales, of values of `dtype`."""
         assert self.recipe.w.is_square, "W^T is quantized from the values of W, which are not stored"
         self._stored = scales, dtype
+
+    def traced(self, data: Tensor, scales: Tensor, dtype: torch.dtype, *, is_transposed: bool = False) -> Operand:
+        scales = scales.to(self.scale_dtype)
+        form = _form(self.recipe.x, dtype, is_transposed=is_transposed)
+        return Operand(*((data.T.contiguous(), scales.T.contiguous()) if is_transposed else (data, scales)), form)
 
     def x(self, x_MK: Tensor, is_kept: bool = False) -> Operand:
         if is_kept and self.fuses(x_MK):
@@ -171,9 +230,9 @@ class Fp8Gemm(Gemm):
 
     def kept(self, saved: Kept) -> tuple[Operand, Tensor]:
         data_KM, scales, w_NK = saved
-        assert data_KM is not None and w_NK is not None, "both are kept"
+        assert data_KM is not None and scales is not None and w_NK is not None, "all are kept"
         form = _form(self.recipe.x, self._dtype(w_NK), is_transposed=True)
-        return Operand(data_KM, scales, form), w_NK
+        return Operand(data_KM, scales.view(self.scale_dtype), form), w_NK
 
     def gathered(self, dy: Operand) -> tuple[Operand, Operand]:
         layout: Layout = self.plan.m, self.plan.n
@@ -227,10 +286,9 @@ class Fp8Gemm(Gemm):
         return operand if at is Direction.FORWARD else transposed(operand)
 
     def _values(self, operand: Operand) -> Operand:
-        """Return the values of a quantized operand: in bf16 where the network's are and bf16 holds them, else wider."""
+        """Return the values of a quantized operand."""
         assert operand.form is not None, "the operand is quantized"
-        is_exact = self.recipe.has_powers and operand.dtype == torch.bfloat16
-        values = dequantized(operand, torch.bfloat16 if is_exact else None)
+        values = dequantized(operand, restored_dtype(operand.dtype, self.recipe.has_powers))
         return Operand(values.T if operand.form.is_transposed else values)
 
     def _along_m(self, operand: Operand, t: Tensor | None, layout: Layout) -> Operand:
@@ -293,8 +351,7 @@ class Fp8Gemm(Gemm):
         axes = reduced_axes(own, layout, self.comm.mesh)
         if axes:
             largest = self.comm.all_reduce(largest, axes, op="max").wait()
-        factor, inverse = scales_of(largest, fp8, self.recipe.has_powers)
-        data = round_to_fp8(t, factor, own, fp8, self.recipe.has_powers)
+        data, inverse = quantized(t, own, fp8, self.recipe.has_powers, largest)
         scales = inverse.to(self.scale_dtype)
         form = _form(blocks, dtype or t.dtype, is_transposed=transposes)
         return Operand(*((data.T.contiguous(), scales.T.contiguous()) if transposes else (data, scales)), form)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -153,13 +153,43 @@ class Operand:
 
 
 Kept = tuple[Tensor | None, ...]
+# Data and scales of a tensor for the GEMM that sums its columns, and for the one that sums its rows, not transposed.
+Forms = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+class Traceable(Protocol):
+    """How a recipe makes operands with torch's operations alone, so that a compiled graph fuses them with others.
+
+    Attributes:
+        scale_bytes: size of a stored scale.
+    """
+
+    @property
+    def scale_bytes(self) -> int: ...
+
+    def x(self, x_MK: Tensor) -> Forms:
+        """Return X for Y and for dW."""
+        ...
+
+    def dy(self, dy_MN: Tensor) -> Forms:
+        """Return dY for dX and for dW."""
+        ...
 
 
 class Gemm:
     """How a linear multiplies: X [M, K], W [N, K] and dY [M, N] as operands, results as tensors.
 
     This recipe multiplies tensors as they are, in their own dtype; others override its methods.
+
+    Attributes:
+        traceable: makes operands inside compiled graphs; None: linears there are given tensors.
     """
+
+    traceable: Traceable | None = None
+
+    def traced(self, data: Tensor, scales: Tensor, dtype: torch.dtype, *, is_transposed: bool = False) -> Operand:
+        """Return the operand of data and scales that `traceable` made of values of `dtype`, or of their transposes."""
+        raise AssertionError("the recipe makes no operands inside compiled graphs")
 
     def x(self, x_MK: Tensor, is_kept: bool = False) -> Operand:
         """Return X, or a shard of it, as it is gathered and multiplied for Y; `is_kept`: `keep` is called next."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from megatron3d.comm.interface import Comm, Pending, completed
 from megatron3d.linear.collectives import W_DIMS, X_DIMS, Y_DIMS, PrefetchedWeight, gather_operand, reduce
-from megatron3d.linear.gemm import NATIVE, Gemm, Operand, put_product, uses_onednn
+from megatron3d.linear.gemm import NATIVE, Gemm, Operand, Traceable, put_product, uses_onednn
 from megatron3d.linear.main_grad import MainGrads, WgradQueue
 from megatron3d.linear.overlap_plan import NO_ROUNDS, OVERLAP_ALL, Direction, TPOverlap, async_plan
 from megatron3d.parallel.matmul_plan import MatmulPlan, Move, moves
@@ -38,13 +39,18 @@ CompiledLinear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 class CompiledLinears:
     """Operators of the plain linears of one model, for use inside compiled graphs; they live as long as this.
 
-        linear(x, w, bias, number)         ->  Y = X W^T + b
-        linear_grads(dy, x, w, number)     ->  dX = dY W,    and main_grad of linear `number` += dY^T X
+        linear(x, w, bias, number)           ->  Y = X W^T + b
+        linear_grads(dy, x, w, number)       ->  dX = dY W,  and main_grad of linear `number` += dY^T X
+        scaled_linear(X, w, bias, number)    ->  Y,  and X^T for dW
+        scaled_linear_grads(dY, X^T, ...)    ->  dX, and main_grad
 
     A compiled graph could only return dW to autograd, rounded to the parameter's dtype.  The operators see which linear
     they compute from an int64 scalar on the CPU: one graph serves all layers, and the number is an input of it.  That
     linear_grads writes to main_grad is no part of its schema, since main_grad may not exist before backward; dX, which
     every graph uses, keeps it in the graph.
+
+    The scaled ones take X and dY as data and scales that the graph itself makes (`Traceable`), which fuses quantization
+    with what computes X and dY.  X^T comes from the operator, since a graph would make it a second time, not keep it.
     """
 
     def __init__(self, main_grads: MainGrads) -> None:
@@ -52,6 +58,7 @@ class CompiledLinears:
         self._linears: list[tuple[Callable[[], Tensor], Gemm]] = []
         self._library = torch.library.Library(NAMESPACE, "FRAGMENT")
         self._linear = _define(self._library, weakref.ref(self))
+        self._scaled_product, self._scaled = _define_scaled(self._library, weakref.ref(self))
 
     def linear(self, weight: Callable[[], Tensor], gemm: Gemm = NATIVE) -> CompiledLinear:
         """Return Y(x, w, bias) of a linear whose parameter is `weight()`."""
@@ -61,17 +68,51 @@ class CompiledLinears:
         def linear(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None) -> Tensor:
             return self._linear(x_MK, w_NK, bias_N, number)  # through self, without which the operators are gone
 
-        return linear
+        if (made_by := gemm.traceable) is None:
+            return linear
+
+        def scaled_linear(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+            y_MN: Tensor
+            if torch.is_grad_enabled():
+                y_MN = self._scaled.apply(x_MK, w_NK, bias_N, number, made_by)
+            else:
+                y_MN, *_ = self._scaled_product(*made_by.x(x_MK), w_NK, bias_N, number, made_by.scale_bytes, False)
+            return y_MN
+
+        return scaled_linear
 
     def grads(self, dy_MN: Tensor, x_MK: Tensor, w_NK: Tensor, number: Tensor) -> Tensor:
         """Return dX, and add dW to main_grad."""
-        weight, gemm = self._linears[int(number)]
-        param, (dy, dy_of_dw) = weight(), gemm.gathered(gemm.dy(dy_MN))
+        _, gemm = self._linears[int(number)]
         x, w_NK = gemm.kept(gemm.keep(x_MK, gemm.x(x_MK, is_kept=True), w_NK))
-        dx_MK = gemm.dx(dy, gemm.w(w_NK, Direction.BACKWARD))
+        return self._grads(*gemm.gathered(gemm.dy(dy_MN)), x, w_NK, number)
+
+    def _grads(self, dy: Operand, dy_of_dw: Operand, x: Operand, w_NK: Tensor, number: Tensor) -> Tensor:
+        weight, gemm = self._linears[int(number)]
+        param, dx_MK = weight(), gemm.dx(dy, gemm.w(w_NK, Direction.BACKWARD))
         if not self._main_grads.accumulate(param, gemm, dy_of_dw, x):
-            self._main_grads.add(param, gemm.dw(dy_of_dw, x, x_MK.dtype))
+            self._main_grads.add(param, gemm.dw(dy_of_dw, x, x.dtype))
         return dx_MK
+
+    def scaled_grads(self, *tensors: Tensor) -> Tensor:
+        """Return dX, and add dW to main_grad: of dY as `Forms`, data and scales of X^T, W, and number."""
+        dy, dy_scales, dy_of_dw, scales_of_dw, data_KM, scales, w_NK, number = tensors
+        _, gemm = self._linears[int(number)]
+        of_dx = gemm.traced(dy, dy_scales, w_NK.dtype)
+        of_dw = gemm.traced(dy_of_dw, scales_of_dw, w_NK.dtype, is_transposed=True)
+        x, w_NK = gemm.kept((data_KM, scales, w_NK))
+        return self._grads(of_dx, of_dw, x, w_NK, number)
+
+    def scaled_product(self, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Return Y, and data and scales of X^T, empty unless they are kept; of X as `Forms`, W, bias and number."""
+        x, x_scales, x_of_dw, scales_of_dw, w_NK, bias_N, number, _, is_kept = given
+        _, gemm = self._linears[int(number)]
+        y_MN = gemm.y(gemm.traced(x, x_scales, w_NK.dtype), gemm.w(w_NK), bias_N)
+        if not is_kept:
+            return y_MN, x.new_empty(0), x_scales.new_empty(0)
+        x_KM = gemm.traced(x_of_dw, scales_of_dw, w_NK.dtype, is_transposed=True)
+        assert x_KM.scales is not None, "the operand is quantized"
+        return y_MN, x_KM.data, _as_bytes(x_KM.scales)
 
     def product(self, x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, number: Tensor) -> Tensor:
         """Return Y."""
@@ -112,6 +153,66 @@ def _define(library: torch.library.Library, owner: weakref.ref[CompiledLinears])
     torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=save, lib=library)
     operator: Callable[..., Tensor] = linear
     return operator
+
+
+def _define_scaled(
+    library: torch.library.Library, owner: weakref.ref[CompiledLinears]
+) -> tuple[Callable[..., Any], Any]:
+    """Register the operators of scaled operands; return that of Y, and the function that has its gradients."""
+    operators = getattr(torch.ops, NAMESPACE)
+    index = next(n for n in count() if not hasattr(operators, f"scaled_linear_{n}"))
+    name, grads_name = f"scaled_linear_{index}", f"scaled_linear_grads_{index}"
+    forms = "Tensor {0}, Tensor {0}_scales, Tensor {0}_of_dw, Tensor {0}_of_dw_scales"
+    given = f"({forms.format('x')}, Tensor w, Tensor? bias, Tensor number, int scale_bytes, bool is_kept)"
+    library.define(f"{name}{given} -> (Tensor, Tensor, Tensor)")
+    library.define(
+        f"{grads_name}({forms.format('dy')}, Tensor xt, Tensor xt_scales, Tensor w, Tensor number) -> Tensor"
+    )
+
+    def model() -> CompiledLinears:
+        found = owner()
+        assert found is not None, "the model of this graph no longer exists"
+        return found
+
+    def like_product(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        x, scales, x_of_dw, scales_of_dw, w, _, _, scale_bytes, is_kept = given
+        y = w.new_empty(x.shape[0], w.shape[0])
+        if not is_kept:
+            return y, x.new_empty(0), scales.new_empty(0)
+        dtype = torch.uint8 if scale_bytes == 1 else scales.dtype
+        return y, x.new_empty(x_of_dw.shape[::-1]), scales.new_empty(scales_of_dw.shape[::-1], dtype=dtype)
+
+    library.impl(name, lambda *given: model().scaled_product(*given), "CompositeExplicitAutograd")
+    library.impl(grads_name, lambda *given: model().scaled_grads(*given), "CompositeExplicitAutograd")
+    fake = partial(torch.library.register_fake, lib=library)
+    fake(f"{NAMESPACE}::{name}", like_product)
+    fake(f"{NAMESPACE}::{grads_name}", lambda *given: given[-2].new_empty(given[0].shape[0], given[-2].shape[1]))
+    product, product_grads = (getattr(operators, each).default for each in (name, grads_name))
+
+    class ScaledLinear(torch.autograd.Function):
+        """Linear that keeps X^T in fp8; compiled graphs trace both directions."""
+
+        @staticmethod
+        def forward(
+            ctx: Any, x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, number: Tensor, made_by: Traceable
+        ) -> Tensor:
+            y_MN: Tensor
+            y_MN, *x_KM = product(*made_by.x(x_MK), w_NK, bias_N, number, made_by.scale_bytes, True)
+            ctx.save_for_backward(*x_KM, w_NK, number)
+            ctx.made_by, ctx.has_bias = made_by, bias_N is not None
+            return y_MN
+
+        @staticmethod
+        def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor | None, ...]:
+            dx_MK = product_grads(*ctx.made_by.dy(dy_MN), *ctx.saved_tensors)
+            return dx_MK, None, dy_MN.sum(0) if ctx.has_bias else None, None, None
+
+    return product, ScaledLinear
+
+
+def _as_bytes(scales: Tensor) -> Tensor:
+    """Return scales of a byte each as integers, since Inductor does not know e8m0."""
+    return scales.view(torch.uint8) if scales.dtype.itemsize == 1 else scales
 
 
 class _PlainMatmul(torch.autograd.Function):

@@ -546,3 +546,42 @@ def test_an_mlp_that_is_recomputed_as_a_whole_stays_eager(monkeypatch: pytest.Mo
     eager, compiled = (trace(spec, connect(spec), 3) for spec in specs)
     assert eager is not None and compiled is not None, "one process is rank 0"
     assert list(differences(eager, compiled, 1e-12)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "precision"), [("blockwise", "bf16"), ("mxfp8", "fp32"), ("tensorwise", "fp64")])
+def test_fp8_linears_quantize_inside_the_graph(recipe: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operands have eager's bits, since losses and gradients are equal; the input of no linear is kept but in fp8.
+
+    Would catch quantization inside the operator, which saves X in the network's dtype and fuses with nothing.
+    """
+    compilers: list[Compiler] = []
+
+    def make(is_opaque_one: Callable[[nn.Module], bool], has_one_length: bool) -> Compiler:
+        compilers.append(Compiler(is_opaque_one, as_inductor_divides, has_one_length))
+        return compilers[-1]
+
+    monkeypatch.setattr("megatron3d.train.state.Compiler", make)
+    model = {"family": "llama", "num_layers": 2, "hidden_size": 128, "num_attention_heads": 2, "seq_length": 128}
+    model |= {"ffn_hidden_size": 256}
+    results, kept = [], list[Tensor]()
+    for compiles in (False, True):
+        train = {"global_batch_size": 2, "micro_batch_size": 1, "precision": precision, "compile": compiles}
+        train |= {"fp8": "hybrid", "fp8_recipe": recipe}
+        spec = RunSpec(Config.model_validate({"model": model, "train": train}), 1, 61, 0)
+        state = build_state(spec, connect(spec), torch.device("cpu"))
+        tokens = torch.randint(0, 61, (1, 129), generator=torch.Generator().manual_seed(1))
+        kept.clear()
+        state.buffers.begin_step(2)
+        with saved_tensors_hooks(partial(noted, kept), lambda t: t):
+            loss = state.executor.train([state.model.begin(tokens, tokens.numel())] * 2, state.buffers.check_stage)
+        state.buffers.reduce_grads()
+        flats = state.buffers.flat_buffers
+        with torch.no_grad():
+            x_MH, at = normal(128, 128, seed=1).to(flats[0].params.dtype), state.model.begin(tokens, tokens.numel())
+            evaluated = state.model.layers["0"](x_MH, at)
+        results.append((loss, evaluated, *(flat.grad for flat in flats)))
+    assert all(map(torch.equal, *results))
+    assert [each.num_graphs for each in compilers] == [2], "a graph for training, and one for evaluation"
+    in_fp8 = [t.shape for t in kept if t.dtype == torch.float8_e4m3fn]
+    assert len(in_fp8) == 2 * 2 * 4 and in_fp8.count(torch.Size((256, 128))) == 2 * 2, "per microbatch and layer"
