@@ -7,9 +7,9 @@ GPU's machine lacks may lie in `wheels/`, which is not committed, for the Python
 
     pip download --only-binary :all: --python-version 3.12 --platform manylinux2014_x86_64 -d wheels pydantic pyyaml
 
-A second command runs what ten minutes have no room for, `--sections steps,ranks,nccl,program,switches,overlap,queue`;
-`--cpu --quick` shows that it all works without a GPU; `--two-nodes HOST:PORT --node-rank N`, on each of two nodes,
-measures the network and trains over it.
+A second command runs what ten minutes have no room for, `--sections steps,ranks,nccl,program,switches,overlap,queue`,
+and a third compares recipes of fp8, `--sections fp8`; `--cpu --quick` shows that it all works without a GPU;
+`--two-nodes HOST:PORT --node-rank N`, on each of two nodes, measures the network and trains over it.
 """
 
 from __future__ import annotations
@@ -77,6 +77,10 @@ SECOND: Mapping[str, Section] = {
     "overlap": _measured(30, "overlap", "whether a copy on a side stream runs during a GEMM, by stream priority"),
     "queue": _measured(30, "overlap", "the same with a single hardware queue", "CUDA_DEVICE_MAX_CONNECTIONS=1"),
 }
+# A command of its own: GEMMs, quantization and steps of each recipe of fp8.
+THIRD: Mapping[str, Section] = {
+    "fp8": _measured(540, "fp8", "recipes of fp8 against bf16: GEMMs by role, quantization, MFU of the 8B shape"),
+}
 # A CPU is there for as long as it takes.
 CPU_TIMES = 4
 # In place of the tests of a section: one that is quick.
@@ -135,7 +139,7 @@ def layout(args: argparse.Namespace, name: str) -> tuple[str, ...]:
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    known = {**SECTIONS, **SECOND}
+    known = {**SECTIONS, **SECOND, **THIRD}
     parser.add_argument(
         "--output", type=Path, default=ROOT / "runs" / "gpu_day", help="folder of the results; two nodes share it"
     )

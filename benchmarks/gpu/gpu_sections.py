@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from gpu import gpu_kernels, gpu_runs, gpu_steps
+from gpu import gpu_fp8, gpu_kernels, gpu_runs, gpu_steps
 from gpu.gpu_timing import Place, Row, power
 
 from megatron3d.hardware.devices import describe_attention, device_name
@@ -66,6 +66,7 @@ SECTIONS: Mapping[str, Callable[[Place], Iterator[Row]]] = {
     "ranks": gpu_steps.ranks,
     "kernels": gpu_kernels.kernels,
     "profile": gpu_steps.profiled,
+    "fp8": gpu_fp8.fp8,
     "program": gpu_runs.program,
     "switches": gpu_steps.switches,
     "overlap": gpu_kernels.overlap,

@@ -92,7 +92,7 @@ def kernel_on(machine: GemmDevice, recipe_name: str) -> ScaledKernel | None:
 
 
 @cache
-def machine_of(device: torch.device) -> GemmDevice:
+def gemm_device(device: torch.device) -> GemmDevice:
     """Return the machine that a device is."""
     if device.type == "cpu" or torch.version.cuda is None:
         return GemmDevice("CPUs" if device.type == "cpu" else f"{device.type} without CUDA")
@@ -108,7 +108,7 @@ def kernel_of(recipe_name: str, device: torch.device, dtype: torch.dtype) -> Sca
     Runs in fp32 and fp64 have none, since they are there for their precision, and neither do CPUs, whose kernels take
     longer than to restore the values and multiply them: 0.19 s instead of 0.02 s for 2048^3 in bf16.
     """
-    return kernel_on(machine_of(device), recipe_name) if dtype == torch.bfloat16 else None
+    return kernel_on(gemm_device(device), recipe_name) if dtype == torch.bfloat16 else None
 
 
 def fits(kernel: ScaledKernel, a: Operand, b: Operand) -> bool:

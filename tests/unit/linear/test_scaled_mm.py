@@ -22,9 +22,9 @@ from megatron3d.linear.scaled_mm import (
     as_mx_scales,
     describe_fp8,
     fits,
+    gemm_device,
     kernel_of,
     kernel_on,
-    machine_of,
     outer_first,
     padded,
     swizzled,
@@ -105,11 +105,11 @@ def test_machines_have_the_kernels_of_the_table(recipe: str) -> None:
         return "-" if found is None else "m" if found.as_mx else "+" if found.has_fp32 else "b"
 
     assert "".join(sign(kernel_on(machine, recipe)) for machine in MACHINES) == EXPECTED[recipe]
-    assert kernel_on(machine_of(CPU), recipe) is None
+    assert kernel_on(gemm_device(CPU), recipe) is None
 
 
 def test_wider_runs_and_fp16_have_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron3d.linear.scaled_mm.machine_of", lambda device: MACHINES[3])
+    monkeypatch.setattr("megatron3d.linear.scaled_mm.gemm_device", lambda device: MACHINES[3])
     gpu = torch.device("meta")  # stands for one that no other test asks about
     for dtype in (torch.float64, torch.float32, torch.float16):
         assert all(kernel_of(recipe, gpu, dtype) is None for recipe in RECIPES)
@@ -163,7 +163,7 @@ def test_a_kernel_takes_formats_and_sizes_that_fit(
             "A100",
         ),
         (
-            machine_of(CPU),
+            gemm_device(CPU),
             "mxfp8",
             "e4m3",
             torch.float32,
