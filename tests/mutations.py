@@ -147,6 +147,8 @@ MUTATIONS = [
         "_COMPOSED_COPIES = 4",
         "_COMPOSED_COPIES = 5",
         ("tests/integration/test_peaks.py", "-k", "rms_norm"),
+    ),
+    Mutation(
         "a survivor goes on in the old epoch",
         "runtime/members.py",
         "epoch = Epoch(1 + newest.number, members",
