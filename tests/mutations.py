@@ -123,8 +123,9 @@ MUTATIONS = [
     Mutation(
         "predictions forget what is dequantized for a GEMM",
         "model/fp8_workspaces.py",
-        "return self.born(size.numel * self.value)",
-        "return self.born(0)",
+        "self.dead(self.born((wide + beside) * size.numel + wide * size.num_scales))\n"
+        "        return self.born(size.numel * self.value)",
+        "return 0",
         FP8_PREDICTIONS,
     ),
     Mutation(
