@@ -204,7 +204,9 @@ class Fp8Gemm(Gemm):
     def traced(self, data: Tensor, scales: Tensor, dtype: torch.dtype, *, is_transposed: bool = False) -> Operand:
         scales = scales.to(self.scale_dtype)
         form = _form(self.recipe.x, dtype, is_transposed=is_transposed)
-        return Operand(*((data.T.contiguous(), scales.T.contiguous()) if is_transposed else (data, scales)), form)
+        if is_transposed:  # copied: what an operator returns must not be its input, as transposes of one row would be
+            data, scales = (t.T.clone(memory_format=torch.contiguous_format) for t in (data, scales))
+        return Operand(data, scales, form)
 
     def x(self, x_MK: Tensor, is_kept: bool = False) -> Operand:
         if is_kept and self.fuses(x_MK):
