@@ -30,7 +30,7 @@ from megatron3d.forecast.time.forecast import Forecast, forecast
 from megatron3d.hardware.apex import describe_apex
 from megatron3d.hardware.devices import Peak, describe_attention, describe_peak
 from megatron3d.linear.gemm import onednn_gemms
-from megatron3d.linear.scaled_mm import describe_fp8, kernel_on, machine_of
+from megatron3d.linear.scaled_mm import describe_fp8, gemm_device, kernel_on
 from megatron3d.metrics.step_record import StepWork
 from megatron3d.model.experts import ExpertLinear
 from megatron3d.model.layers import is_opaque
@@ -53,7 +53,7 @@ def job_of(spec: RunSpec, device: torch.device) -> StepSpec:
     """Return the description of this rank's step from which its memory is estimated."""
     kernels = KERNELS["cpu" if device.type == "cpu" else "gpu"]
     if spec.fp8 is not None:
-        kernel = kernel_on(machine_of(device), spec.fp8.recipe_name) if spec.config.train.precision == "bf16" else None
+        kernel = kernel_on(gemm_device(device), spec.fp8.recipe_name) if spec.config.train.precision == "bf16" else None
         kernels = replace(kernels, multiplies_fp8=kernel is not None)
     return make_step_spec(spec, kernels)
 
@@ -99,7 +99,7 @@ def describe_fp8_linears(state: TrainState) -> str | None:
     layers = [f"layers {', '.join(map(str, sorted(fp8.wide_layers)))}"] if fp8.wide_layers else []
     kept = " and ".join([*layers, *fp8.wide])
     stay = f"; {kept} stay in {train.precision}" if kept else ""
-    return f"{describe_fp8(fp8, machine_of(whole.device), whole.dtype)}{stay}"
+    return f"{describe_fp8(fp8, gemm_device(whole.device), whole.dtype)}{stay}"
 
 
 def describe_attention_kernel(state: TrainState) -> str:
