@@ -67,7 +67,7 @@ def nearest_key(section: str, name: str) -> str | None:
     exact = next((f"{place}.{name}" for place in places if name in SECTIONS[place]), None)
     if found := exact or _BY_ALIAS.get(name):
         return found
-    for place, cutoff in zip(places, [0.6] + [0.75] * len(places), strict=False):
+    for place, cutoff in zip(places, [0.6] + [0.8] * len(places), strict=False):
         if near := nearest(name, (key for key in SECTIONS[place] if _share_a_word(name, key)), cutoff):
             return f"{place}.{near}"
     return None

@@ -296,10 +296,12 @@ def batch_problems(facts: Facts) -> Iterator[str]:
     if config.train.pad_global_batch:
         yield from _padding_problems(facts, data)
     if batch % step and not config.train.pad_global_batch:
+        fits = batch >= step and batch % config.train.micro_batch_size == 0
+        padded = ", or train.pad_global_batch=true" if fits else ""
         yield (
             f"{facts.named('train.global_batch_size')}: not micro_batch_size {config.train.micro_batch_size} x data "
             f"parallel {data} x a whole number of microbatches ({batch} / {step} = {batch / step:.4g}); "
-            f"use {one_of(near_multiples(step, batch))}, or train.pad_global_batch=true"
+            f"use {one_of(near_multiples(step, batch))}{padded}"
         )
     elif not facts.spec.has_schedule_file:
         sizes_of_schedule = (sizes.pipeline, -(-batch // step), facts.spec.num_virtual_stages)
