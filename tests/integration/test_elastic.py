@@ -20,7 +20,7 @@ KEYS = ["train.precision=fp64", f"train.train_iters={ITERS}", "train.micro_batch
 KEYS += ["checkpoint.save_interval=3", "train.elastic=true"]
 TOLERANCE = 1e-10
 # Of three ranks that are left two train and one is spare, since runs that measure this have no empty microbatches.
-WHOLE_MICROBATCHES = "logging.noise_scale_interval=1000"
+WHOLE_MICROBATCHES = ("logging.noise_scale_interval=1000", "logging.noise_scale_batch_size=8")
 # Bound to a step, in the order of training: a rank ends its process, hangs, or sleeps there.
 PROGRAM = """
 import os, signal, sys, time
@@ -114,7 +114,7 @@ def test_no_checkpoint_is_read_where_memory_has_a_step(
     tmp_path: Path, undisturbed: list[float], layout: str, iteration: int
 ) -> None:
     """Two ranks go on, and a third one, which has no place, hands over what they lack."""
-    text = survive(tmp_path, 4, program(tmp_path, "loop.train_step", [(1, 8)]), *LAYOUTS[layout], WHOLE_MICROBATCHES)
+    text = survive(tmp_path, 4, program(tmp_path, "loop.train_step", [(1, 8)]), *LAYOUTS[layout], *WHOLE_MICROBATCHES)
     assert f"> going on from iteration {iteration} from memory" in text
     assert_equal(tmp_path, undisturbed)
 
@@ -135,7 +135,7 @@ def test_a_half_done_update_is_not_used(tmp_path: Path, undisturbed: list[float]
 
 def test_a_spare_takes_the_place_of_the_next_rank_that_is_lost(tmp_path: Path, undisturbed: list[float]) -> None:
     """Three of four ranks are left, of which two train: when one of these ends, the third does its work."""
-    survive(tmp_path, 4, program(tmp_path, "loop.train_step", [(3, 6), (0, 10)]), WHOLE_MICROBATCHES)
+    survive(tmp_path, 4, program(tmp_path, "loop.train_step", [(3, 6), (0, 10)]), *WHOLE_MICROBATCHES)
     assert_equal(tmp_path, undisturbed)
     first, second = replans(tmp_path)
     assert (first["members"], first["spares"]) == ([0, 1], [2])
