@@ -490,21 +490,22 @@ class Members:
     def _wait_for_notes(self) -> dict[int, Note] | None:
         """Return the notes of all processes that are here, this one's included; None where the run has ended.
 
-        A spare that leads waits until one that trained has signed in, or none of them is left.
+        Spares look less often for their leader's end than ranks that train notice it, and are waited for a while.  A
+        spare that leads waits until one that trained has signed in, or none of them is left.
         """
         began_s, silent = time.monotonic(), set[int]()
         while not self._server.check([ENDED]):
             notes = dict(self._valid_notes())
-            members = _newest(notes).members
+            members, spares = _newest(notes).members, _newest(notes).spares
             known = {number for note in notes.values() for number in note.lost} | self._dead | silent
-            missing = [each for each in members if each not in notes and each not in known]
+            missing = [each for each in (*members, *spares) if each not in notes and each not in known]
             has_active = any(number in members for number in notes)
             if not missing:
                 return notes
             waited_s = time.monotonic() - began_s
             self._probe(missing)
             if waited_s > GRACE_S and has_active:
-                silent |= {each for each in missing if self._ask(each) is not Liveness.YES}
+                silent |= {each for each in missing if each in spares or self._ask(each) is not Liveness.YES}
             if waited_s > self._limit_s + GRACE_S and has_active:
                 silent |= {*missing}
             time.sleep(POLL_S if has_active else 10 * POLL_S)
