@@ -24,6 +24,7 @@ from megatron3d.experts.plan import (
     sharing_axes,
     tokens_traffic,
 )
+from megatron3d.linear.fp8_plan import packed_bytes
 from megatron3d.model.linear_spec import SHARED_FC1, SHARED_FC2
 from megatron3d.model.local_sizes import LocalSizes
 from megatron3d.model.operation import INDEX, LocalGemm, MemoryKernel, Operation, Stored, mlp_operations
@@ -55,7 +56,7 @@ def expert_operations(local: LocalSizes, experts: Experts, x: Stored) -> list[Op
     weighting = [_weighting(local, rows)] if experts.applies_probs_on_input else []
     fc1 = Operation(
         name=EXPERT_FC1,
-        saves=(Stored(EXPERT_FC1, "rows", rows * hidden * size),),
+        saves=(_kept_rows(local, EXPERT_FC1, rows, hidden) or Stored(EXPERT_FC1, "rows", rows * hidden * size),),
         writes=(Stored(EXPERT_FC1, "output", parts * rows * ffn * size),),
         gemms=(LocalGemm(each, parts * ffn, hidden, count),),
         is_deferred=True,
@@ -77,7 +78,7 @@ def expert_operations(local: LocalSizes, experts: Experts, x: Stored) -> list[Op
     zeros = [Stored(EXPERT_FC2, "biases of 0", count * hidden * size)] if adds_zeros else []
     fc2 = Operation(
         name=EXPERT_FC2,
-        saves=(between.output, *zeros),
+        saves=(_kept_rows(local, EXPERT_FC2, rows, ffn) or between.output, *zeros),
         gemms=(LocalGemm(each, hidden, ffn, count),),
         is_deferred=True,
         flops=2 * rows * hidden * ffn,
@@ -96,6 +97,12 @@ def expert_operations(local: LocalSizes, experts: Experts, x: Stored) -> list[Op
     found = [whole, _router(local, experts, x), *there, *shared, *computed, *back, outer.returned(), *gate, last]
     end = 1 + max(place for place, operation in enumerate(found) if operation.saves)  # where recomputation stops
     return [replace(operation, within=operation.within or (MOE,)) for operation in found[:end]] + found[end:]
+
+
+def _kept_rows(local: LocalSizes, name: str, rows: int, features: int) -> Stored | None:
+    """Return the rows that a linear of experts keeps in fp8, with their scales; None: it keeps them as they are."""
+    recipe = local.recipe_of(name)
+    return None if recipe is None else Stored(name, "rows in fp8", rows * packed_bytes(recipe, features))
 
 
 def _weighting(local: LocalSizes, rows: int) -> Operation:
@@ -278,7 +285,9 @@ class _Exchange:
 def dispatch_sizes(local: LocalSizes, experts: Experts) -> DispatchSizes:
     """Return the sizes of the exchange of tokens with the ranks of their experts."""
     hidden, topk, num_experts = local.arch.hidden_size, experts.topk, experts.num_experts
-    return DispatchSizes(local.gathered_tokens, hidden, topk, num_experts, local.itemsize, local.wide)
+    recipe = None if experts.applies_probs_on_input else local.recipe_of(EXPERT_FC1)
+    packed = None if recipe is None else packed_bytes(recipe, hidden)
+    return DispatchSizes(local.gathered_tokens, hidden, topk, num_experts, local.itemsize, local.wide, packed)
 
 
 def _exchange(local: LocalSizes, experts: Experts) -> _Exchange:

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 from megatron3d.attention.context.plan import GATHER, ExchangeSizes, TokenOrder, exchange_ring, scores_computed
 from megatron3d.attention.plan import DROPOUT_PIECE, DROPOUT_ROWS, LONGEST, HeadSplit, num_scores
 from megatron3d.experts.plan import Experts
-from megatron3d.linear.fp8_plan import Fp8, QuantizedMatmul
+from megatron3d.linear.fp8_plan import Fp8, QuantizedMatmul, Recipe
 from megatron3d.linear.overlap_plan import OVERLAP_ALL, TPOverlap
 from megatron3d.model import spec as layer_kinds
-from megatron3d.model.linear_spec import MTP_LINEARS, LinearSize, linears_of_layer, mtp_linears
+from megatron3d.model.linear_spec import EXPERT_LINEARS, MTP_LINEARS, LinearSize, linears_of_layer, mtp_linears
 from megatron3d.model.spec import (
     GATED,
     NO_RECOMPUTE,
@@ -231,10 +231,15 @@ class LocalSizes:
 
         Of modules that predict ahead the first one counts for all.
         """
-        layer = "mtp.0" if path in MTP_LINEARS else "mtp.0.layer" if self.is_ahead else f"layers.{self.layer}"
-        if self.fp8 is None or not self.fp8.takes(f"{layer}.{path}"):
+        recipe = self.recipe_of(path)
+        if recipe is None:
             return None
-        return QuantizedMatmul(self.fp8.recipe, matmul.plan, self.mesh, matmul.m, matmul.n, matmul.k)
+        return QuantizedMatmul(recipe, matmul.plan, self.mesh, matmul.m, matmul.n, matmul.k)
+
+    def recipe_of(self, path: str) -> Recipe | None:
+        """Return the recipe of a linear of this layer, or of its experts, if it multiplies in fp8."""
+        layer = "mtp.0" if path in MTP_LINEARS else "mtp.0.layer" if self.is_ahead else f"layers.{self.layer}"
+        return self.fp8.recipe if self.fp8 is not None and self.fp8.takes(f"{layer}.{path}") else None
 
     @cached_property
     def head_matmul(self) -> LocalMatmul:
@@ -477,7 +482,8 @@ def _first_alike(arch: Architecture, fp8: Fp8) -> tuple[int, ...]:
     firsts, found = dict[object, int](), list[int]()
     for layer in range(arch.num_layers):
         (kind,) = layer_counts(arch, [layer])
-        paths = linears_of_layer(arch, has_experts(arch, layer))
+        mixture = has_experts(arch, layer)
+        paths = (*linears_of_layer(arch, mixture), *(EXPERT_LINEARS if mixture else ()))
         taken = tuple(path for path in paths if fp8.takes(f"layers.{layer}.{path}"))
         found.append(firsts.setdefault((kind, taken), layer))
     return tuple(found)

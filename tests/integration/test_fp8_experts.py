@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
 from megatron3d.linear.fp8_plan import RECIPES, Blocks
 from megatron3d.parallel.modes.mode import ALLGATHER, ALLTOALL
 from megatron3d.verify.layouts import StepTrace, differences
 from tests.support.equality import MODELS, TOLERANCE, VOCAB_SIZE, configure, run_trace
+from tests.support.operation_record import problems
 from tests.support.turn_ranks import run_turns
 
 BLOCK = 8
@@ -86,3 +88,15 @@ def test_experts_in_fp8_equal_one_process(name: str, recipe: str) -> None:
     assert check(config, num_ranks, VOCAB_SIZE) == []
     got = run_turns(run_trace, num_ranks, config, 2)[0]
     assert list(differences(one_process(recipe, micro), got, TOLERANCE)) == []
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, (keys, _) in LAYOUTS.items() if "expert_tensor_parallel_size" not in keys]
+)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_operations_are_those_of_the_step(name: str, recipe: str) -> None:
+    """Tokens that are sent as bytes, and rows that are kept in fp8, are what predictions know of experts."""
+    parallel, num_ranks = LAYOUTS[name]
+    micro = 1 if num_ranks == 8 and "sequence_parallel" not in parallel else 2
+    config = fp8_config(MODEL, recipe, parallel, micro_batch_size=micro)
+    assert problems(RunSpec(config, num_ranks, VOCAB_SIZE, num_ranks - 1)) == []
