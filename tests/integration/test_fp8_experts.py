@@ -15,14 +15,21 @@ import pytest
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
+from megatron3d.forecast.memory.rank import rank_memory
+from megatron3d.forecast.memory.step_spec import make_step_spec
+from megatron3d.forecast.time.traffic import step_flops, step_traffic
 from megatron3d.linear.fp8_plan import RECIPES, Blocks
+from megatron3d.model.local_sizes import KERNELS
 from megatron3d.parallel.modes.mode import ALLGATHER, ALLTOALL
+from megatron3d.pipeline.lower import lower
+from megatron3d.verify.dry_run import run_rank, step_totals, with_few_microbatches
 from megatron3d.verify.layouts import StepTrace, differences
 from tests.support.equality import MODELS, TOLERANCE, VOCAB_SIZE, configure, run_trace
 from tests.support.operation_record import problems
 from tests.support.turn_ranks import run_turns
 
 BLOCK = 8
+KERNEL = replace(KERNELS["cpu"], num_received=0)  # as the process group of a dry run
 SIZES = {
     "hidden_size": 64,
     "ffn_hidden_size": 64,
@@ -90,13 +97,29 @@ def test_experts_in_fp8_equal_one_process(name: str, recipe: str) -> None:
     assert list(differences(one_process(recipe, micro), got, TOLERANCE)) == []
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, (keys, _) in LAYOUTS.items() if "expert_tensor_parallel_size" not in keys]
-)
+# Layouts whose experts no ranks split, which predictions know.
+WHOLE = [name for name, (keys, _) in LAYOUTS.items() if "expert_tensor_parallel_size" not in keys]
+
+
+def last_rank(name: str, recipe: str) -> RunSpec:
+    parallel, num_ranks = LAYOUTS[name]
+    config = fp8_config(MODEL, recipe, parallel, micro_batch_size=2)
+    return RunSpec(config, num_ranks, VOCAB_SIZE, num_ranks - 1)
+
+
+@pytest.mark.parametrize("name", WHOLE)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_operations_are_those_of_the_step(name: str, recipe: str) -> None:
     """Tokens that are sent as bytes, and rows that are kept in fp8, are what predictions know of experts."""
-    parallel, num_ranks = LAYOUTS[name]
-    micro = 1 if num_ranks == 8 and "sequence_parallel" not in parallel else 2
-    config = fp8_config(MODEL, recipe, parallel, micro_batch_size=micro)
-    assert problems(RunSpec(config, num_ranks, VOCAB_SIZE, num_ranks - 1)) == []
+    assert problems(last_rank(name, recipe)) == []
+
+
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_dry_run_has_the_predicted_traffic_and_peak(name: str, recipe: str) -> None:
+    spec = last_rank(name, recipe)
+    run, step = run_rank(with_few_microbatches(spec)), make_step_spec(spec, KERNEL)
+    dry, expected = step_totals(run, lower(spec.schedule)[run.coord]), step_traffic(step)
+    assert dry.calls == expected.calls and dry.sent == pytest.approx(expected.sent)
+    assert dry.flops == step_flops(step)
+    assert abs(rank_memory(step).total / dry.peak - 1) < 0.02
