@@ -168,6 +168,7 @@ def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=12)
+    parser.add_argument("--quick", action="store_true", help="one case, which only shows that it runs")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="seconds after which no case begins")
     parser.add_argument("--output", type=Path, help="file that the results are written to")
@@ -181,7 +182,7 @@ def main() -> None:
         assert code == 0, said
         expected = losses_of(folder)
         rows: list[dict[str, Any]] = []
-        for number in range(arguments.cases):
+        for number in range(1 if arguments.quick else arguments.cases):
             if time.monotonic() - began_s > arguments.limit_s:
                 break
             rows.append(measure(draw(choose, number), data, expected))
