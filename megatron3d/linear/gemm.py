@@ -227,7 +227,7 @@ class Gemm:
 
     def unpacked(self, packed_MC: Tensor, x_MK: Tensor) -> Operand:
         """Return rows that came as bytes as they are multiplied for Y; `x_MK` has their sizes and dtype alone."""
-        raise NotImplementedError("rows of this recipe are sent as they are")
+        raise AssertionError("rows of this recipe are sent as they are")
 
     def y(self, x: Operand, w: Operand, bias_N: Tensor | None = None, into_MN: Tensor | None = None) -> Tensor:
         """Return Y = X W^T + bias [M, N], written into `into_MN` where that is given, without a bias."""

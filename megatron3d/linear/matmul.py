@@ -76,7 +76,9 @@ class CompiledLinears:
             if torch.is_grad_enabled():
                 y_MN = self._scaled.apply(x_MK, w_NK, bias_N, number, made_by)
             else:
-                y_MN, *_ = self._scaled_product(*made_by.x(x_MK), w_NK, bias_N, number, made_by.scale_bytes, False)
+                y_MN, *_ = self._scaled_product(
+                    *made_by.x(x_MK), w_NK, bias_N, number, x_MK.dtype, made_by.scale_bytes, False
+                )
             return y_MN
 
         return scaled_linear
@@ -94,23 +96,23 @@ class CompiledLinears:
             self._main_grads.add(param, gemm.dw(dy_of_dw, x, x.dtype))
         return dx_MK
 
-    def scaled_grads(self, *tensors: Tensor) -> Tensor:
-        """Return dX, and add dW to main_grad: of dY as `Forms`, data and scales of X^T, W, and number."""
-        dy, dy_scales, dy_of_dw, scales_of_dw, data_KM, scales, w_NK, number = tensors
+    def scaled_grads(self, *given: Any) -> Tensor:
+        """Return dX, and add dW to main_grad: of dY as `Forms`, data and scales of X^T, W, number, and dY's dtype."""
+        dy, dy_scales, dy_of_dw, scales_of_dw, data_KM, scales, w_NK, number, dtype = given
         _, gemm = self._linears[int(number)]
-        of_dx = gemm.traced(dy, dy_scales, w_NK.dtype)
-        of_dw = gemm.traced(dy_of_dw, scales_of_dw, w_NK.dtype, is_transposed=True)
+        of_dx = gemm.traced(dy, dy_scales, dtype)
+        of_dw = gemm.traced(dy_of_dw, scales_of_dw, dtype, is_transposed=True)
         x, w_NK = gemm.kept((data_KM, scales, w_NK))
         return self._grads(of_dx, of_dw, x, w_NK, number)
 
     def scaled_product(self, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Return Y, and data and scales of X^T, empty unless they are kept; of X as `Forms`, W, bias and number."""
-        x, x_scales, x_of_dw, scales_of_dw, w_NK, bias_N, number, _, is_kept = given
+        """Return Y, and data and scales of X^T, empty unless they are kept; of X as `Forms`, W, bias, number."""
+        x, x_scales, x_of_dw, scales_of_dw, w_NK, bias_N, number, dtype, _, is_kept = given
         _, gemm = self._linears[int(number)]
-        y_MN = gemm.y(gemm.traced(x, x_scales, w_NK.dtype), gemm.w(w_NK), bias_N)
+        y_MN = gemm.y(gemm.traced(x, x_scales, dtype), gemm.w(w_NK), bias_N)
         if not is_kept:
             return y_MN, x.new_empty(0), x_scales.new_empty(0)
-        x_KM = gemm.traced(x_of_dw, scales_of_dw, w_NK.dtype, is_transposed=True)
+        x_KM = gemm.traced(x_of_dw, scales_of_dw, dtype, is_transposed=True)
         assert x_KM.scales is not None, "the operand is quantized"
         return y_MN, x_KM.data, _as_bytes(x_KM.scales)
 
@@ -163,11 +165,12 @@ def _define_scaled(
     index = next(n for n in count() if not hasattr(operators, f"scaled_linear_{n}"))
     name, grads_name = f"scaled_linear_{index}", f"scaled_linear_grads_{index}"
     forms = "Tensor {0}, Tensor {0}_scales, Tensor {0}_of_dw, Tensor {0}_of_dw_scales"
-    given = f"({forms.format('x')}, Tensor w, Tensor? bias, Tensor number, int scale_bytes, bool is_kept)"
-    library.define(f"{name}{given} -> (Tensor, Tensor, Tensor)")
-    library.define(
-        f"{grads_name}({forms.format('dy')}, Tensor xt, Tensor xt_scales, Tensor w, Tensor number) -> Tensor"
+    given = (
+        f"({forms.format('x')}, Tensor w, Tensor? bias, Tensor number, ScalarType dtype, int scale_bytes, bool is_kept)"
     )
+    library.define(f"{name}{given} -> (Tensor, Tensor, Tensor)")
+    kept = "Tensor xt, Tensor xt_scales, Tensor w, Tensor number, ScalarType dtype"
+    library.define(f"{grads_name}({forms.format('dy')}, {kept}) -> Tensor")
 
     def model() -> CompiledLinears:
         found = owner()
@@ -175,18 +178,23 @@ def _define_scaled(
         return found
 
     def like_product(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
-        x, scales, x_of_dw, scales_of_dw, w, _, _, scale_bytes, is_kept = given
-        y = w.new_empty(x.shape[0], w.shape[0])
+        x, scales, x_of_dw, scales_of_dw, w, _, _, dtype, scale_bytes, is_kept = given
+        y = w.new_empty(x.shape[0], w.shape[0], dtype=dtype)
         if not is_kept:
             return y, x.new_empty(0), scales.new_empty(0)
-        dtype = torch.uint8 if scale_bytes == 1 else scales.dtype
-        return y, x.new_empty(x_of_dw.shape[::-1]), scales.new_empty(scales_of_dw.shape[::-1], dtype=dtype)
+        stored = torch.uint8 if scale_bytes == 1 else scales.dtype
+        return y, x.new_empty(x_of_dw.shape[::-1]), scales.new_empty(scales_of_dw.shape[::-1], dtype=stored)
+
+    def like_dx(*given: Any) -> Tensor:
+        dy, w, dtype = given[0], given[-3], given[-1]
+        dx: Tensor = dy.new_empty(dy.shape[0], w.shape[1], dtype=dtype)
+        return dx
 
     library.impl(name, lambda *given: model().scaled_product(*given), "CompositeExplicitAutograd")
     library.impl(grads_name, lambda *given: model().scaled_grads(*given), "CompositeExplicitAutograd")
     fake = partial(torch.library.register_fake, lib=library)
     fake(f"{NAMESPACE}::{name}", like_product)
-    fake(f"{NAMESPACE}::{grads_name}", lambda *given: given[-2].new_empty(given[0].shape[0], given[-2].shape[1]))
+    fake(f"{NAMESPACE}::{grads_name}", like_dx)
     product, product_grads = (getattr(operators, each).default for each in (name, grads_name))
 
     class ScaledLinear(torch.autograd.Function):
@@ -197,14 +205,14 @@ def _define_scaled(
             ctx: Any, x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, number: Tensor, made_by: Traceable
         ) -> Tensor:
             y_MN: Tensor
-            y_MN, *x_KM = product(*made_by.x(x_MK), w_NK, bias_N, number, made_by.scale_bytes, True)
+            y_MN, *x_KM = product(*made_by.x(x_MK), w_NK, bias_N, number, x_MK.dtype, made_by.scale_bytes, True)
             ctx.save_for_backward(*x_KM, w_NK, number)
-            ctx.made_by, ctx.has_bias = made_by, bias_N is not None
+            ctx.made_by, ctx.has_bias, ctx.dtype = made_by, bias_N is not None, x_MK.dtype
             return y_MN
 
         @staticmethod
         def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor | None, ...]:
-            dx_MK = product_grads(*ctx.made_by.dy(dy_MN), *ctx.saved_tensors)
+            dx_MK = product_grads(*ctx.made_by.dy(dy_MN), *ctx.saved_tensors, ctx.dtype)
             return dx_MK, None, dy_MN.sum(0) if ctx.has_bias else None, None, None
 
     return product, ScaledLinear

@@ -340,3 +340,12 @@ def test_hybrid_has_output_gradients_in_e5m2() -> None:
         x, w, dy = values(1, 128, 128), values(2, 128, 128), values(3, 128, 128)
         assert gemm.x(x).data.dtype == gemm.w(w).data.dtype == kept_x(gemm, x).data.dtype == DTYPES["e4m3"]
         assert {form.data.dtype for form in gemm.gathered(gemm.dy(dy))} == {DTYPES["e5m2"]}
+
+
+def test_a_traced_operand_has_memory_of_its_own() -> None:
+    """The scales of one row of blocks are their own transpose, whose memory a compiler reuses for other values."""
+    data, scales = torch.ones(128, 128).to(E4M3), torch.ones(1, 128)
+    made = gemm_of("blockwise").traced(data, scales, torch.float32, is_transposed=True)
+    assert made.scales is not None
+    pairs = (made.data, data), (made.scales, scales)
+    assert all(a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr() for a, b in pairs)
