@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -93,6 +93,13 @@ class State:
         for number, piece in list(enumerate(self.pieces(by)))[::10]:
             whole = torch.arange(math.prod(piece.shape), dtype=torch.float32).add_(number).view(piece.shape)
             assert torch.equal(piece.tensor, whole[tuple(slice(*ends) for ends in piece.box)]), piece.name
+
+
+class Compared(NamedTuple):
+    """What is compared: `measure(state, folder, rounds, warmup)` of one rank, and the table of what it returns."""
+
+    measure: Callable[..., Any]
+    table: Callable[..., list[Row]]
 
 
 @dataclass
@@ -216,7 +223,7 @@ def table(size: str, ranks: int, num_bytes: int, found: Mapping[str, Sequence[fl
     return rows
 
 
-def run_rank(rank: int, ranks: int, store: str, options: argparse.Namespace, rows: Any) -> None:
+def run_rank(rank: int, ranks: int, store: str, options: argparse.Namespace, compared: Compared, rows: Any) -> None:
     """Measure all sizes on one of the ranks."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
@@ -224,21 +231,22 @@ def run_rank(rank: int, ranks: int, store: str, options: argparse.Namespace, row
         state, folder = State(size, Mesh((("data", ranks),), rank)), Path(store).with_name(size)
         if rank == 0:
             folder.mkdir()
-        found = measure(state, folder, options.rounds, options.warmup)
+        dist.barrier()
+        found = compared.measure(state, folder, options.rounds, options.warmup)
         if rank == 0:
-            rows.extend(table(size, ranks, state.num_bytes, found))
+            rows.extend(compared.table(size, ranks, state.num_bytes, found))
         del state
     dist.destroy_process_group()
 
 
-def main() -> None:
-    """Start the ranks, once for each number of them; print and write the results."""
-    options = arguments()
+def run(compared: Compared, description: str | None, default_size: str) -> None:
+    """Read the options and start the ranks, once for each number of them; print and write the results."""
+    options = arguments(description, default_size)
     everything: list[Row] = []
     for ranks in options.ranks:
         with tempfile.TemporaryDirectory(dir=options.folder) as folder, torch.multiprocessing.Manager() as manager:
             rows = manager.list()
-            spawn(run_rank, (ranks, str(Path(folder) / "store"), options, rows), nprocs=ranks)
+            spawn(run_rank, (ranks, str(Path(folder) / "store"), options, compared, rows), nprocs=ranks)
             found = list(rows)
         show(f"{ranks} ranks of 1 thread, weights and moments in fp32", found)
         everything += found
@@ -246,10 +254,10 @@ def main() -> None:
         write(options.output, everything, rounds=options.rounds, sizes={name: SIZES[name] for name in options.sizes})
 
 
-def arguments() -> argparse.Namespace:
+def arguments(description: str | None, default_size: str) -> argparse.Namespace:
     """Parse the options; `--quick` is a round of the smallest size."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["300M"])
+    parser = argparse.ArgumentParser(description=str(description).partition("\n")[0])
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=[default_size])
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds; default: %(default)s")
     parser.add_argument("--warmup", type=int, default=1, help="untimed rounds before; default: %(default)s")
@@ -264,4 +272,4 @@ def arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    run(Compared(measure, table), __doc__, "300M")

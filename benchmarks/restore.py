@@ -7,20 +7,16 @@ files in the page cache, and from the files after they were dropped from it.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
-import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from checkpoint import COLUMNS, ROWS, SIZES, State, slowest, timed
-from common.report import Row, show, write
-from torch.multiprocessing.spawn import spawn
+from checkpoint import COLUMNS, ROWS, Compared, State, run, slowest, timed
+from common.report import Row
 
 from megatron3d.checkpoint.held import Held, HeldBoxes, HeldStep, complete_steps
 from megatron3d.checkpoint.index import Index
@@ -31,7 +27,6 @@ from megatron3d.comm.interface import Comm
 from megatron3d.comm.objects import broadcast_bytes
 from megatron3d.comm.peer_link import GlooPeerLink
 from megatron3d.comm.process_comm import ProcessComm
-from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.peers import kept_by, peer_of
 
 META = {"iteration": 1, "consumed_samples": 1, "cursors": {}}
@@ -115,51 +110,5 @@ def table(size: str, ranks: int, num_bytes: int, found: Mapping[str, Sequence[fl
     return rows
 
 
-def run_rank(rank: int, ranks: int, store: str, options: argparse.Namespace, rows: Any) -> None:
-    """Measure all sizes on one of the ranks."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    for size in options.sizes:
-        state, root = State(size, Mesh((("data", ranks),), rank)), Path(store).with_name(size)
-        dist.barrier()
-        found = measure(state, root, options.rounds, options.warmup)
-        if rank == 0:
-            rows.extend(table(size, ranks, state.num_bytes, found))
-        del state
-    dist.destroy_process_group()
-
-
-def main() -> None:
-    """Start the ranks, once for each number of them; print and write the results."""
-    options = arguments()
-    everything: list[Row] = []
-    for ranks in options.ranks:
-        with tempfile.TemporaryDirectory(dir=options.folder) as folder, torch.multiprocessing.Manager() as manager:
-            rows = manager.list()
-            spawn(run_rank, (ranks, str(Path(folder) / "store"), options, rows), nprocs=ranks)
-            found = list(rows)
-        show(f"{ranks} ranks of 1 thread on one machine, weights and moments in fp32", found)
-        everything += found
-    if options.output:
-        write(options.output, everything, rounds=options.rounds, sizes={name: SIZES[name] for name in options.sizes})
-
-
-def arguments() -> argparse.Namespace:
-    """Parse the options; `--quick` is a round of the smallest size."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["100M"])
-    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
-    parser.add_argument("--rounds", type=int, default=5, help="timed rounds; default: %(default)s")
-    parser.add_argument("--warmup", type=int, default=1, help="untimed rounds before; default: %(default)s")
-    parser.add_argument("--folder", type=Path, help="where to save; default: the system's temporary folder")
-    parser.add_argument("--quick", action="store_true", help="smallest setting, which only shows that it runs")
-    parser.add_argument("--output", type=Path, help="JSON file to write")
-    options = parser.parse_args()
-    if options.quick:
-        options.sizes, options.ranks = ["1M"], [2]
-        options.rounds, options.warmup = 1, 1
-    return options
-
-
 if __name__ == "__main__":
-    main()
+    run(Compared(measure, table), __doc__, "100M")

@@ -18,13 +18,14 @@ from megatron3d.config.validate.rules import check
 from megatron3d.forecast.memory.rank import rank_memory
 from megatron3d.forecast.memory.step_spec import make_step_spec
 from megatron3d.forecast.time.traffic import step_flops, step_traffic
-from megatron3d.linear.fp8_plan import RECIPES, Blocks
+from megatron3d.linear.fp8_plan import RECIPES
 from megatron3d.model.local_sizes import KERNELS
 from megatron3d.parallel.modes.mode import ALLGATHER, ALLTOALL
 from megatron3d.pipeline.lower import lower
 from megatron3d.verify.dry_run import run_rank, step_totals, with_few_microbatches
 from megatron3d.verify.layouts import StepTrace, differences
 from tests.support.equality import MODELS, TOLERANCE, VOCAB_SIZE, configure, run_trace
+from tests.support.fp8_rows import small_recipes
 from tests.support.operation_record import problems
 from tests.support.turn_ranks import run_turns
 
@@ -66,12 +67,8 @@ LAYOUTS: Mapping[str, tuple[dict[str, Any], int]] = {
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, recipe in RECIPES.items():
-        monkeypatch.setitem(RECIPES, name, replace(recipe, x=smaller(recipe.x), w=smaller(recipe.w)))
-
-
-def smaller(blocks: Blocks) -> Blocks:
-    return Blocks(*(size if size in (None, 1) else BLOCK for size in blocks))
+    for name, recipe in small_recipes(BLOCK).items():
+        monkeypatch.setitem(RECIPES, name, recipe)
 
 
 def fp8_config(model: Mapping[str, Any], recipe: str, parallel: Mapping[str, Any], **train: Any) -> Config:

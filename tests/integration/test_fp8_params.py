@@ -7,7 +7,6 @@ ZeRO stage and layout.  Blocks are smaller than a recipe's, so that flat shards 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,14 @@ from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
 from megatron3d.data.loader import BatchLoader
-from megatron3d.linear.fp8_plan import RECIPES, Blocks
+from megatron3d.linear.fp8_plan import RECIPES
 from megatron3d.train.checkpointing import load_state
 from megatron3d.train.state import TrainState, build_state, check_replicas
 from megatron3d.train.step import StepSettings, train_step
 from megatron3d.verify.layouts import RandomSamples, differences
 from tests.support.checkpoints import save_state
 from tests.support.equality import MODELS, VOCAB_SIZE, configure, run_trace
+from tests.support.fp8_rows import small_recipes
 from tests.support.turn_ranks import connect, run_turns
 
 CPU, BLOCK = torch.device("cpu"), 4
@@ -59,12 +59,8 @@ CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any], int]] = {
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, recipe in RECIPES.items():
-        monkeypatch.setitem(RECIPES, name, replace(recipe, x=smaller(recipe.x), w=smaller(recipe.w)))
-
-
-def smaller(blocks: Blocks) -> Blocks:
-    return Blocks(*(size if size in (None, 1) else BLOCK for size in blocks))
+    for name, recipe in small_recipes(BLOCK).items():
+        monkeypatch.setitem(RECIPES, name, recipe)
 
 
 def fp8_config(case: str, recipe: str, gathers: bool, **train: Any) -> Config:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from megatron3d.config.schema import Config
-from megatron3d.linear.fp8_plan import FORMATS, RECIPES
+from megatron3d.linear.fp8_plan import FORMATS, RECIPES, Blocks, Recipe
 from megatron3d.parallel.modes import MODES
 from megatron3d.verify.layouts import StepTrace
 from tests.support.covering import Row, Rule, Table
@@ -136,3 +137,12 @@ def reference(case: Case) -> StepTrace:
 def name_of(row: Row) -> str:
     """Return a short name of a row."""
     return "-".join((*row["form"], row["recipe"], row["formats"], row["model"], row["pipeline"], row["context"]))
+
+
+def small_recipes(size: int) -> dict[str, Recipe]:
+    """Return the recipes with blocks of `size`, so that a small model has several of them."""
+
+    def smaller(blocks: Blocks) -> Blocks:
+        return Blocks(*(each if each in (None, 1) else size for each in blocks))
+
+    return {name: replace(recipe, x=smaller(recipe.x), w=smaller(recipe.w)) for name, recipe in RECIPES.items()}
