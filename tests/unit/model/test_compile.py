@@ -556,11 +556,10 @@ def test_an_mlp_that_is_recomputed_as_a_whole_stays_eager(monkeypatch: pytest.Mo
 def test_fp8_linears_quantize_inside_the_graph(
     recipe: str, precision: str, stores: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With weights that are stored in fp8 (`stores`) and without.
+    """Operands have eager's bits, since losses and gradients are equal; the input of no linear is kept but in fp8.
 
-    Operands have eager's bits, since losses and gradients are equal; the input of no linear is kept but in fp8.
-
-    Would catch quantization inside the operator, which saves X in the network's dtype and fuses with nothing.
+    Would catch quantization inside the operator, which saves X in the network's dtype and fuses with nothing, and an
+    operator whose results have the dtype of weights that are stored in fp8.
     """
     compilers: list[Compiler] = []
 
