@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from megatron3d.config.cli import Arguments, parse_args
-from megatron3d.errors import ExitCode
+from megatron3d.errors import ExitCode, UserError
 from megatron3d.runtime import process
 from megatron3d.runtime.program import StartupPhases, StopSignal, outlive_readers
 
@@ -40,7 +40,8 @@ def preload(argv: Sequence[str], world_size: int) -> bool:
     from megatron3d.forecast.search.restart import resolve_elastic
 
     counted_by = "the launcher's first argument"
-    resolved, _ = resolve_elastic(arguments.config, arguments.overrides, world_size, counted_by)
+    size = size_of_run(arguments, world_size)
+    resolved, _ = resolve_elastic(arguments.config, arguments.overrides, size, counted_by)
     print("> importing torch", file=sys.stderr, flush=True)
     for name in IMPORTED:
         import_module(name)
@@ -73,12 +74,26 @@ def memory_at_worst(spec: RunSpec) -> list[str]:
     return lines + router_notes(spec.arch.balance)
 
 
+def size_of_run(arguments: Arguments, world_size: int) -> int:
+    """Return the number of ranks that the run was launched with, which is not this launch's where that joins one."""
+    if arguments.join is None:
+        return world_size
+    from megatron3d.runtime.joining import read_meeting
+
+    return read_meeting(arguments.join).world_size
+
+
 def pretrain(arguments: Arguments, world_size: int) -> int:
     """Build the run on this rank and train until its last iteration; return the exit code."""
     from megatron3d.forecast.search.restart import resolve_elastic
 
     env = process.launcher_env()
-    resolved, changed = resolve_elastic(arguments.config, arguments.overrides, world_size, env.counted_by)
+    size = size_of_run(arguments, world_size)
+    resolved, changed = resolve_elastic(arguments.config, arguments.overrides, size, env.counted_by)
+    if arguments.join is not None:
+        from megatron3d.runtime.joining import read_meeting
+
+        UserError.collect(read_meeting(arguments.join).differences(resolved.config.model_dump(mode="json")))
     outlive_readers()
     phases = StartupPhases(printing=env.rank == 0)
     if changed is not None and env.rank == 0:
@@ -90,9 +105,10 @@ def pretrain(arguments: Arguments, world_size: int) -> int:
 
     settings = resolved.config.train
     timeout_s, deterministic = 60 * settings.distributed_timeout_minutes, settings.deterministic_mode
+    elastic, joined = settings.elastic, arguments.join
     with (
         ExitStack() as ending,
-        process.start(timeout_s, deterministic=deterministic, elastic=settings.elastic) as here,
+        process.start(timeout_s, deterministic=deterministic, elastic=elastic, joined=joined) as here,
     ):
         stop = ending.enter_context(StopSignal(tells=here.rank == 0))
         training = Training(resolved, here, phases, stop)

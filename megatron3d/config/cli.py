@@ -76,6 +76,7 @@ class Arguments:
     picture: Path | None = None
     elsewhere: bool = False
     details: bool = False
+    join: Path | None = None
 
 
 def make_parser() -> ConfigParser:
@@ -102,6 +103,12 @@ def make_parser() -> ConfigParser:
         help="dry run only: pipeline (one rank per pipeline rank), all, or ranks such as 0,5",
     )
     parser.add_argument(
+        "--join",
+        type=Path,
+        metavar="FOLDER",
+        help="join the elastic run under way that saves to this folder, as further ranks",
+    )
+    parser.add_argument(
         "--picture",
         type=Path,
         metavar="FILE",
@@ -123,6 +130,7 @@ def parse_args(argv: Sequence[str]) -> Arguments:
         "--details needs --check": typed.details and not typed.check,
         "--ranks needs --dry-run": typed.ranks != PIPELINE and not typed.dry_run,
         "--picture needs --dry-run": typed.picture and not typed.dry_run,
+        "--join joins a run that trains: leave out --check and --dry-run": typed.join and is_trial,
     }.items():
         if is_wrong:
             parser.error(problem)

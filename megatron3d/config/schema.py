@@ -580,6 +580,10 @@ class TrainConfig(Section, frozen=True):
         "all ranks",
         also="fault_tolerance elastic_training",
     )
+    on_straggler: Literal["report", "replan"] = key(
+        "report",
+        "answer to a straggler (logging.straggler_factor): report it, or also go on without it where that gains time",
+    )
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = key(
         "fp32", also="dtype bf16 fp16 params_dtype mixed_precision mixed_precision_param torch_dtype"
     )

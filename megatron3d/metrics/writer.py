@@ -260,11 +260,11 @@ class MetricsWriter:
         """Report the peak memory of the first step of this launch, the largest of each pipeline rank."""
         self._write({"iteration": iteration, "first_step": {"memory_bytes": list(memory_bytes)}})
 
-    def straggler(self, iteration: int, rank: int, device: str, ratio: float) -> None:
-        """Report that a rank has been slow in `logging.straggler_steps` logged steps in a row."""
+    def straggler(self, iteration: int, rank: int, device: str, ratio: float, gain: str) -> None:
+        """Report that a rank has been slow in `logging.straggler_steps` logged steps in a row, and the gain without."""
         count = self._config.logging.straggler_steps
         times = f"{ratio:.2f} times its peers' median own time"
-        message = f"rank {rank} ({device}) is slow: {times}, {count} logged steps in a row"
+        message = f"rank {rank} ({device}) is slow: {times}, {count} logged steps in a row; {gain}"
         print(f"> straggler: {message}", flush=True)
         self._write({"iteration": iteration, "straggler": message, "straggler_rank": rank})
 

@@ -8,6 +8,10 @@ Every process serves a store of its own from the start, so that the death of non
 
 A process that comes too late finds a newer epoch without itself, and is a spare from then on.  A loss while an epoch
 connects begins another one.  All waits are bounded, but those of spares for the run's end.
+
+    some are slow, or others wait to join  ->  all leave the epoch after the same step, and agree in the same way
+
+A process that joins signs in at the leader's store without a number, which it gets with the next epoch.
 """
 
 from __future__ import annotations
@@ -22,12 +26,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
 
 from megatron3d.errors import ExitCode, RunFailed
 from megatron3d.runtime.connections import Liveness, Responder, ask, local_address, open_sockets, shut_down
+from megatron3d.runtime.epochs import Epoch, Member, Note, Planner, choose, newest
+from megatron3d.runtime.joining import Meeting, read_meeting
 from megatron3d.runtime.launcher_env import LauncherEnv
 from megatron3d.runtime.machine import GPU_BACKEND
 from megatron3d.runtime.watchdog import Losses, Watchdog
@@ -48,81 +55,12 @@ PROBES = 32
 # Keys of an epoch's meetings: ranks that leave hand over first what they have, and then the others train.
 PHASES, HAND_OVER, TRAIN = 2, 0, 1
 NEWS, ENDED = "news", "ended"
+# Counters at a store: processes that have signed in to join, and those of them that were let in, or had ended.
+JOINERS, ADMITTED = "joiners", "admitted"
 
 
 class RanksLost(RuntimeError):
     """Some ranks of an elastic run were lost: the others can go on without them."""
-
-
-class Member(NamedTuple):
-    """Process of an elastic run: its number, which is its first rank, and the ports of its store and its responder."""
-
-    number: int
-    host: str
-    port: int
-    responder: int
-    machine: str
-    pid: int
-
-    @property
-    def name(self) -> str:
-        """Number, host and process id in words."""
-        return f"{self.number} (host {self.machine}, process {self.pid})"
-
-
-@dataclass(frozen=True)
-class Epoch:
-    """Processes that train together until one of them is lost, by their rank.
-
-    Attributes:
-        leader: the process whose store they meet at.
-        layout: what the planner chose for them, which all of them get.
-        lost: processes of the epoch before that were lost.
-        spares: processes that wait.
-        leaving: those of them that have something in memory, which they hand over before the others begin.
-        seconds: time that the leader took for each part of the decision.
-    """
-
-    number: int
-    members: tuple[int, ...]
-    leader: int = 0
-    layout: Mapping[str, Any] = field(default_factory=dict)
-    lost: tuple[int, ...] = ()
-    spares: tuple[int, ...] = ()
-    leaving: tuple[int, ...] = ()
-    seconds: Mapping[str, float] = field(default_factory=dict)
-
-    @staticmethod
-    def of(values: Mapping[str, Any]) -> Epoch:
-        """Return the epoch that was published as a dictionary."""
-        lists = {name: tuple(values[name]) for name in ("members", "lost", "spares", "leaving")}
-        return Epoch(**{**values, **lists})
-
-
-@dataclass(frozen=True)
-class Note:
-    """What a process signs in with: its try, the last epoch that it knows, and whom it knows to be lost.
-
-    Attributes:
-        holds: it has something of the training in memory.
-    """
-
-    attempt: int
-    epoch: Epoch
-    lost: tuple[int, ...]
-    holds: bool = False
-
-    @staticmethod
-    def of(text: str | bytes) -> Note:
-        """Return the note that was written as `json.dumps(asdict(note))`."""
-        values = json.loads(text)
-        return Note(values["attempt"], Epoch.of(values["epoch"]), tuple(values["lost"]), values["holds"])
-
-
-class Planner(Protocol):
-    """Chooses the layout of an epoch on at most N ranks: its number of ranks, and the layout."""
-
-    def __call__(self, num_ranks: int) -> tuple[int, Mapping[str, Any]]: ...
 
 
 class HandOver(Protocol):
@@ -150,8 +88,11 @@ class Members:
     Args:
         env: the launcher's; its store is the meeting place of the first epoch.
         limit_s: time that a live process may take to sign in.
+        joined: folder of the run under way that this process joins; None: it was launched with the others.
 
     Attributes:
+        number: of this process; -1 until it is let into a run that it joins.
+        num_launched: number of ranks that the run was launched with.
         epoch: the one that this process trains in, or was in last.
         env: rank, world size and meeting place in that epoch.
         watchdog: that of the epoch.
@@ -160,14 +101,17 @@ class Members:
         lost_at_s: time of the last loss, as this process noticed it; connect_s: seconds until the ranks had met again.
     """
 
-    def __init__(self, env: LauncherEnv, connect: Connect, limit_s: float) -> None:
+    def __init__(self, env: LauncherEnv, connect: Connect, limit_s: float, joined: Path | None = None) -> None:
         self._first, self.env, self._connect, self._limit_s = env, env, connect, limit_s
+        self.number, self._joined = -1 if joined else env.rank, joined
+        self.num_launched = env.world_size
         self._loss_lock, self._lost = threading.Lock(), threading.Event()
         self._reason, self._blamed = "", set[int]()
-        self._dead = set[int]()
+        self._dead, self._slow = set[int](), set[int]()
         self._attempt = self._num_fruitless = 0
         self._holds, self._key = False, 0
         self._place: Callable[[], object] = lambda: None
+        self._is_stopped: Callable[[], bool] = lambda: False
         self.place_at_loss: object = None
         self.lost_at_s = self.connect_s = 0.0
         self.watchdog: Watchdog | None = None
@@ -176,14 +120,15 @@ class Members:
         self._server = _serve_store()
         self._kept = {*open_sockets()}  # connections of other parts of the process, and to its own store
         self._made: set[str] | None = None
+        self._entries = set[int]()
         self.book: dict[int, Member] = {}
-        self.epoch = Epoch(0, tuple(range(env.world_size)))
+        self.epoch = Epoch(-1, ()) if joined else Epoch(0, tuple(range(env.world_size)))
         self._ranks = self.epoch.members
 
     @property
-    def number(self) -> int:
-        """Number of this process."""
-        return self._first.rank
+    def is_new(self) -> bool:
+        """Whether this process waits to be let into a run under way."""
+        return self.number < 0
 
     @property
     def is_leader(self) -> bool:
@@ -191,14 +136,31 @@ class Members:
         return self.number == self.epoch.leader
 
     def __enter__(self) -> Members:
+        if self._joined is not None:
+            self._reason = f"waits to join the run in {self._joined}"
+            self._read_meeting(self._joined)
+            return self
         self.store = self._connect.meet(self._first, 0)
-        host = local_address(self._first.address, self._first.port)
-        mine = Member(self.number, host, self._server.port, self._responder.port, socket.gethostname(), os.getpid())
-        self.store.set(f"member/{self.number}", json.dumps(mine))
+        self.store.set(f"member/{self.number}", json.dumps(self._seen_from(self._first.address, self._first.port)))
         texts = self.store.multi_get([f"member/{number}" for number in range(self._first.world_size)])
         self.book = {number: Member(*json.loads(text)) for number, text in enumerate(texts)}
         self._watch()
         return self
+
+    def _seen_from(self, host: str, port: int) -> Member:
+        """Return this process under the address by which another one reaches it."""
+        address = local_address(host, port)
+        return Member(self.number, address, self._server.port, self._responder.port, socket.gethostname(), os.getpid())
+
+    def _read_meeting(self, folder: Path) -> None:
+        """Find the processes of the run that this one joins."""
+        meeting = read_meeting(folder)
+        self.book, self._dead = {member.number: member for member in meeting.members}, set()
+        self.num_launched = meeting.world_size
+
+    def meeting(self, config: Mapping[str, Any]) -> Meeting:
+        """Return what processes must know that join the run, which has this configuration."""
+        return Meeting(list(self.book.values()), self.num_launched, config)
 
     def _watch(self) -> None:
         losses = Losses(self._lose, self._state_of, self._state_of_keeper)
@@ -233,6 +195,33 @@ class Members:
         own = {self._server.port, self._responder.port}
         return own | {self._first.port} if self.number == 0 else own
 
+    # A change that is no loss
+
+    @property
+    def num_spares(self) -> int:
+        """Number of spares that can take another rank's place."""
+        return len({*self.epoch.spares} - {*self.epoch.slow})
+
+    def num_waiting(self) -> int:
+        """Return how many processes wait to join, on rank 0."""
+        store = self._server if self.is_leader else self._reach(self.epoch.leader)
+        if store is not None:
+            with contextlib.suppress(RuntimeError):
+                return int(store.add(JOINERS, 0) - store.add(ADMITTED, 0))
+        return 0
+
+    def change(self, reason: str, slow: Sequence[int] = ()) -> NoReturn:
+        """Leave the epoch, so that the next one is without the slow ranks, which are spares then, and with new ones.
+
+        All ranks call it after the same step.
+        """
+        self._slow |= {self._ranks[rank] for rank in slow}
+        if self.store is not None:
+            with contextlib.suppress(RuntimeError):
+                self._leave_together(self.store)
+        self._lose(reason)
+        raise RanksLost(reason)
+
     def keep(self, holds: bool) -> None:
         """Note whether this process has something of the training in memory."""
         self._holds = holds
@@ -253,6 +242,10 @@ class Members:
     def follow(self, place: Callable[[], object]) -> None:
         """Ask for the place in training when a loss is noticed, before kernels that wait for others are aborted."""
         self._place = place
+
+    def stop_spare(self, is_stopped: Callable[[], bool]) -> None:
+        """End the wait of a spare once this says so, unless the others meet at its store."""
+        self._is_stopped = is_stopped
 
     def regroup(self, plan: Planner, made_progress: bool, hand_over: HandOver) -> Epoch | ExitCode:
         """Leave the epoch, agree on the next one, and connect; return it, or the exit code of a run that has ended.
@@ -309,6 +302,7 @@ class Members:
             members: its own, or to hand over also those that leave.
             phase: `HAND_OVER` or `TRAIN`, which meet at different keys.
         """
+        self._learn(epoch)
         leader, rank = self.book[epoch.leader], members.index(self.number)
         self._fresh_loss()
         self.epoch, self._made = epoch, None
@@ -325,6 +319,10 @@ class Members:
             self._lose(f"rank {rank} cannot connect: {str(error).splitlines()[0]}")
             raise RanksLost(self._reason) from None
         self.connect_s = time.monotonic() - began_s
+
+    def _learn(self, epoch: Epoch) -> None:
+        """Note which processes have joined."""
+        self.book |= {member.number: member for member in epoch.joined}
 
     def _fresh_loss(self) -> None:
         with self._loss_lock:
@@ -344,9 +342,21 @@ class Members:
         self._attempt += 1
         while True:
             leader, store = self._find_leader()
+            if store is None and self.is_new:
+                self._look_again()
+                continue
             decided = self._lead(plan) if store is None else self._follow(leader, store)
             if decided is not None:
                 return decided
+
+    def _look_again(self) -> None:
+        """Read again which processes the run has, none of which answers; raises RunFailed where that is so for long."""
+        assert self._joined is not None, "only a process that joins is new"
+        if self._attempt > GRACE_S / ANSWER_S + 1:
+            raise RunFailed(f"--join {self._joined}: no process of this run answers; start it again without --join")
+        self._attempt += 1
+        time.sleep(ANSWER_S)
+        self._read_meeting(self._joined)
 
     def _find_leader(self) -> tuple[int, Any]:
         """Return the lowest process that answers, and a connection to its store: None where it is this process."""
@@ -391,25 +401,27 @@ class Members:
         return None if answer is Liveness.YES else answer.value
 
     def _note(self) -> Note:
-        return Note(self._attempt, self.epoch, tuple(sorted(self._blamed | self._dead)), self._holds)
+        lost, slow = (tuple(sorted(numbers)) for numbers in (self._blamed | self._dead, self._slow))
+        return Note(self._attempt, self.epoch, lost, self._holds, slow)
 
     # As one of the others
 
     def _follow(self, leader: int, store: Any) -> Epoch | ExitCode | None:
         """Sign in and wait for a decision; None: the leader does not answer any more, or takes too long."""
         end_s = time.monotonic() + 2 * self._limit_s + 2 * GRACE_S
-        key = f"decision/{self.number}/{self._attempt}"
         next_s = 0.0
         guard = self._guard(leader)
         try:
-            store.set(f"present/{self.number}", json.dumps(asdict(self._note())))
+            key = self._sign_in(leader, store)
             while not store.check([key]):
                 time.sleep(POLL_S)
                 if time.monotonic() < next_s:
                     continue
                 next_s = time.monotonic() + 10 * POLL_S
                 if store.check([ENDED]):
-                    return self._bid_farewell(store)
+                    return self._bid_farewell(store, int(store.get(ENDED)))
+                if self._is_stopped() and self.number not in self.epoch.members:
+                    return self._bid_farewell(store, ExitCode.STOPPED)
                 if store.check([NEWS]):
                     self._hear(Epoch.of(json.loads(store.get(NEWS))))
                 if self.number in self.epoch.members and time.monotonic() > end_s:
@@ -423,7 +435,26 @@ class Members:
             guard.set()
         if "failed" in values:
             raise RunFailed(values["failed"])
-        return Epoch.of(values)
+        decided = Epoch.of(values)
+        self._learn(decided)
+        if self.is_new:
+            self._enter(decided)
+        return decided if self.number in (*decided.members, *decided.leaving) else None
+
+    def _sign_in(self, leader: int, store: Any) -> str:
+        """Tell the leader that this process is here, and return the key of its decision."""
+        if not self.is_new:
+            store.set(f"present/{self.number}", json.dumps(asdict(self._note())))
+            return f"decision/{self.number}/{self._attempt}"
+        entry, member = store.add(JOINERS, 1), self.book[leader]
+        store.set(f"joiner/{entry}", json.dumps(self._seen_from(member.host, member.port)))
+        return f"decision/joiner {entry}"
+
+    def _enter(self, epoch: Epoch) -> None:
+        """Take the number under which this process was let into the run."""
+        mine = self._server.port, os.getpid(), socket.gethostname()
+        (self.number,) = (each.number for each in epoch.joined if (each.port, each.pid, each.machine) == mine)
+        self.epoch = epoch
 
     def _guard(self, leader: int) -> threading.Event:
         """End the connection to the leader's store where it does not answer, until the event is set."""
@@ -440,17 +471,17 @@ class Members:
 
     def _hear(self, news: Epoch) -> None:
         """Become a spare where the others have begun an epoch without this process."""
-        if news.number <= self.epoch.number or self.number in news.members:
+        if news.number <= self.epoch.number or self.number in news.members or self.is_new:
             return
+        self._learn(news)
         if self.number in self.epoch.members:
             print(f"> rank {self.env.rank} is spare: {len(news.members)} ranks train", file=sys.stderr, flush=True)
         self.epoch = news
 
-    def _bid_farewell(self, store: Any) -> ExitCode:
-        """Return the exit code of the run, and say that this spare has read it."""
-        code = ExitCode(int(store.get(ENDED)))
+    def _bid_farewell(self, store: Any, code: int) -> ExitCode:
+        """Return the exit code of this spare, and say that nobody need wait for it."""
         store.add("farewells", 1)
-        return code
+        return ExitCode(code)
 
     # As the leader
 
@@ -460,31 +491,61 @@ class Members:
         notes = self._wait_for_notes()
         if notes is None:
             return ExitCode(int(self._server.get(ENDED)))
-        newest = _newest(notes)
-        lost = {number for note in notes.values() for number in note.lost} - {self.number}
-        here = sorted({*notes} - lost)
+        last = newest(notes)
+        self._learn(last)
+        new = self._let_in()
+        keys = {number: f"{number}/{note.attempt}" for number, note in notes.items()} | new
+        self._probe([each for each in notes if each in last.spares])
+        lost = self._dead.union(*(note.lost for note in notes.values())) - {self.number}
+        here = sorted({*keys} - lost)
+        slow = {*last.slow}.union(*(note.slow for note in notes.values()))
         agreed_s = time.monotonic()
         try:
-            members, layout = _choose(newest, here, plan)
+            members, layout = choose(last, here, slow, plan, has_new=bool(new))
         except Exception as error:
-            self._publish(here, notes, {"failed": str(error)})
+            self._publish({each: keys[each] for each in here}, {"failed": str(error)})
             raise RunFailed(str(error)) from error
-        leaving = tuple(each for each in here if each not in members and notes[each].holds)
-        gone = tuple(sorted({*newest.members} - {*here}))
+        leaving = tuple(each for each in here if each not in members and each in notes and notes[each].holds)
         seconds = {"agree": agreed_s - began_s, "plan": time.monotonic() - agreed_s}
-        spares = tuple(each for each in here if each not in members)
-        epoch = Epoch(1 + newest.number, members, self.number, layout, gone, spares, leaving, seconds)
+        epoch = Epoch(
+            1 + last.number,
+            members,
+            self.number,
+            layout,
+            lost=tuple(sorted({*last.members} - {*here})),
+            spares=tuple(each for each in here if each not in members),
+            leaving=leaving,
+            slow=tuple(sorted(slow)),
+            joined=tuple(each for number, each in sorted(self.book.items()) if number >= self.num_launched),
+            new=tuple(new),
+            seconds=seconds,
+        )
         self._server.set(NEWS, json.dumps(asdict(epoch)))
-        self._publish((*members, *leaving), notes, asdict(epoch))
+        self._publish({each: keys[each] for each in (*members, *leaving, *new)}, asdict(epoch))
         if self.number in (*members, *leaving):
             return epoch
         self.epoch = epoch
         return None
 
-    def _publish(self, numbers: Sequence[int], notes: Mapping[int, Note], decision: Mapping[str, Any]) -> None:
-        for number in numbers:
+    def _let_in(self) -> dict[int, str]:
+        """Give numbers to the processes that wait to join; return the key of each one's decision."""
+        found = dict[int, str]()
+        for entry in range(1, self._server.add(JOINERS, 0) + 1):
+            if entry in self._entries or not self._server.check([f"joiner/{entry}"]):
+                continue
+            self._entries.add(entry)
+            self._server.add(ADMITTED, 1)
+            number = max(self.book) + 1
+            self.book[number] = Member(*json.loads(self._server.get(f"joiner/{entry}")))._replace(number=number)
+            if self._ask(number) is Liveness.YES:
+                found[number] = f"joiner {entry}"
+        return found
+
+    def _publish(self, keys: Mapping[int, str], decision: Mapping[str, Any]) -> None:
+        """Publish a decision for some processes, each under its key."""
+        for number, key in keys.items():
             if number != self.number:
-                self._server.set(f"decision/{number}/{notes[number].attempt}", json.dumps(decision))
+                self._server.set(f"decision/{key}", json.dumps(decision))
                 self._server.delete_key(f"present/{number}")
 
     def _wait_for_notes(self) -> dict[int, Note] | None:
@@ -496,7 +557,7 @@ class Members:
         began_s, silent = time.monotonic(), set[int]()
         while not self._server.check([ENDED]):
             notes = dict(self._valid_notes())
-            members, spares = _newest(notes).members, _newest(notes).spares
+            members, spares = newest(notes).members, newest(notes).spares
             known = {number for note in notes.values() for number in note.lost} | self._dead | silent
             missing = [each for each in (*members, *spares) if each not in notes and each not in known]
             has_active = any(number in members for number in notes)
@@ -517,9 +578,9 @@ class Members:
         for number in self.book:
             if number != self.number and self._server.check([f"present/{number}"]):
                 notes[number] = Note.of(self._server.get(f"present/{number}"))
-        newest = _newest(notes)
+        last = newest(notes)
         for number, note in notes.items():
-            if number not in newest.members or note.epoch.number == newest.number:
+            if number not in last.members or note.epoch.number == last.number:
                 yield number, note
 
     def _probe(self, numbers: Sequence[int]) -> None:
@@ -545,14 +606,15 @@ class Members:
             with contextlib.suppress(RuntimeError):
                 self._leave_together(self.store)
             _destroy_groups()
-        if not self.epoch.spares or not (self.is_leader or self.env.rank == 0):
+        if not (self.is_leader or self.env.rank == 0):
             return
-        store = self._server if self.is_leader else self._reach(self.epoch.leader)
+        num_others = len(self.epoch.spares) + self.num_waiting()
+        store = self._server if self.is_leader or not num_others else self._reach(self.epoch.leader)
         if store is not None:
             with contextlib.suppress(RuntimeError):
                 store.set(ENDED, str(int(code)))
         end_s = time.monotonic() + FAREWELL_S * self.is_leader
-        while self._server.add("farewells", 0) < len(self.epoch.spares) and time.monotonic() < end_s:
+        while self._server.add("farewells", 0) < num_others and time.monotonic() < end_s:
             time.sleep(POLL_S)
 
     def _leave_together(self, store: Any) -> None:
@@ -599,18 +661,3 @@ def _destroy_groups() -> None:
     if dist.is_initialized():
         with contextlib.suppress(RuntimeError, ValueError):
             dist.destroy_process_group()
-
-
-def _newest(notes: Mapping[int, Note]) -> Epoch:
-    """Return the last epoch that any process knows."""
-    return max((note.epoch for note in notes.values()), key=lambda epoch: epoch.number)
-
-
-def _choose(before: Epoch, here: Sequence[int], plan: Planner) -> tuple[tuple[int, ...], Mapping[str, Any]]:
-    """Return the processes of the next ranks and their layout: spares in place of the lost ones, or another layout."""
-    extra = [each for each in here if each not in before.members]
-    if len(here) >= len(before.members):
-        return tuple(each if each in here else extra.pop(0) for each in before.members), before.layout
-    num_ranks, layout = plan(len(here))
-    survivors = [each for each in here if each in before.members]
-    return tuple(sorted([*survivors, *extra][:num_ranks])), layout

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing import set_forkserver_preload
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from megatron3d.errors import ExitCode, RunFailed, UserError, one_line
@@ -86,6 +87,7 @@ def start(
     deterministic: bool = False,
     *,
     elastic: bool = False,
+    joined: Path | None = None,
 ) -> Iterator[Runtime]:
     """Choose the device and set up torch.distributed with the other ranks; tear it down at the end.
 
@@ -95,6 +97,7 @@ def start(
         shares_gpus: let several ranks compute on one GPU; they communicate over gloo, through host memory.
         deterministic: choose kernels that give the same bits in every run.
         elastic: the processes can go on without some of them, unless the launcher ends them all then.
+        joined: folder of the elastic run under way that each of the processes joins; None: they begin a run.
     """
     import torch
 
@@ -112,13 +115,15 @@ def start(
             torch.set_num_threads(max(1, num_cores() // env.local_world_size))
     else:
         settings |= _use_cpus_next_to(device, env)
-    if env.world_size == 1:
+    if joined is not None and not (elastic and outlives_others(env)):
+        raise UserError("--join: only with train.elastic=true, and not under torchrun, which ends all ranks with one")
+    if env.world_size == 1 and joined is None:
         yield Runtime(0, 1, env.local_rank, device, settings=settings)
         return
     backend = machine.CPU_BACKEND if shares_gpus else machine.backend_of(device.type)
     here = Runtime(env.rank, env.world_size, env.local_rank, device, settings=settings)
     if elastic and outlives_others(env):
-        with _members(env, backend, timeout_s) as members:
+        with _members(env, backend, timeout_s, joined) as members:
             yield replace(here, watchdog=members.watchdog, members=members)
         return
     with _process_group(env, backend, timeout_s), _watchdog(env, backend, timeout_s, _attempt()) as watchdog:
@@ -133,11 +138,11 @@ def outlives_others(env: LauncherEnv) -> bool:
 
 
 @contextlib.contextmanager
-def _members(env: LauncherEnv, backend: str, timeout_s: float) -> Iterator[Members]:
+def _members(env: LauncherEnv, backend: str, timeout_s: float, joined: Path | None) -> Iterator[Members]:
     """Connect the processes of an elastic run; at the end take leave of those of its last epoch."""
     from megatron3d.runtime.members import Members
 
-    with Members(env, _Connect(backend, timeout_s), timeout_s) as members:
+    with Members(env, _Connect(backend, timeout_s), timeout_s, joined) as members:
         try:
             yield members
         except (RunFailed, UserError):

@@ -20,6 +20,7 @@ from megatron3d.train.checkpointing import describe, describe_alone, source_of
 from megatron3d.train.monitor.monitor import Monitor
 from megatron3d.train.monitor.reports import job_of, oom_report
 from megatron3d.train.noise_scale import NoiseScale
+from megatron3d.train.replan import RankChanges
 from megatron3d.train.rollback import Rollbacks
 from megatron3d.train.run import Run
 from megatron3d.train.state import check_replicas
@@ -76,6 +77,7 @@ def _train(run: Run, stop: StopSignal, stop_file: StopFile, collector: ManualGc)
     job = job_of(run.spec, run.runtime.device)
     monitor = Monitor(run, job)
     limits, rollbacks, noise = ExitLimits(run.spec), Rollbacks(run), NoiseScale(run)
+    changes = RankChanges(run)
     stopping = False
     previous: Readout | None = None
 
@@ -124,7 +126,8 @@ def _train(run: Run, stop: StopSignal, stop_file: StopFile, collector: ManualGc)
             continue
         previous = numbers
         if not rollbacks.is_failing:
-            save_what_is_due(run, monitor, best_loss)
+            is_saved = save_what_is_due(run, monitor, best_loss)
+            changes.after_step(monitor.slow, at_checkpoint=is_saved)
 
     rollbacks.finish()
     save_last(run)
@@ -243,18 +246,20 @@ def is_save_due(run: Run) -> bool:
     return any(is_due(run.state.iteration, interval) for interval in intervals)
 
 
-def save_what_is_due(run: Run, monitor: Monitor, best_loss: float | None) -> None:
-    """Save a checkpoint, and one in memory, where that is due; a loss is that of a checkpoint that is kept as the best.
+def save_what_is_due(run: Run, monitor: Monitor, best_loss: float | None) -> bool:
+    """Save a checkpoint, and one in memory, where that is due, and return whether either was.
 
-    The next update waits until the state is copied.
+    A loss is that of a checkpoint that is kept as the best.  The next update waits until the state is copied.
     """
     state, interval = run.state, run.config.checkpoint.in_memory_interval
-    if is_save_due(run) or best_loss is not None:
+    is_saved, is_copied = is_save_due(run) or best_loss is not None, is_due(run.state.iteration, interval)
+    if is_saved:
         with monitor.between_steps(SAVE):
             save(run, best_loss)
-    if run.memory and is_due(state.iteration, interval):
+    if run.memory and is_copied:
         with monitor.between_steps(SAVE):
             run.memory.take(describe_alone(state, run.identity, run.config), source_of(state))
+    return is_saved or is_copied
 
 
 def save(run: Run, best_loss: float | None = None) -> None:

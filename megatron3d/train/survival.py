@@ -13,16 +13,20 @@ import contextlib
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from megatron3d.checkpoint.held import Held, hand_over
 from megatron3d.comm.process_comm import ProcessComm
 from megatron3d.config.read import Resolved
 from megatron3d.config.run_spec import RunSpec
+from megatron3d.data.tokenizers.tokenizer import build_tokenizer
 from megatron3d.errors import ExitCode, RunFailed
 from megatron3d.forecast.search.nearby import describe_layout, differences, nearby_layout, with_changes
 from megatron3d.parallel.mesh import DATA, Mesh
-from megatron3d.runtime.members import Epoch, RanksLost
+from megatron3d.runtime.epochs import Epoch
+from megatron3d.runtime.joining import write_meeting
+from megatron3d.runtime.members import RanksLost
 from megatron3d.runtime.process import Runtime, lost_rank
 from megatron3d.runtime.program import StartupPhases, StopSignal
 from megatron3d.train.build import build_run
@@ -45,6 +49,8 @@ class Training:
         self._began_at = 0
         self._held: Held = ()
         self.run: Run | None = None
+        if here.members is not None:
+            here.members.stop_spare(stop.is_requested)
 
     def close(self) -> None:
         """Close the metrics, and release the folder."""
@@ -53,15 +59,14 @@ class Training:
 
     def finish(self) -> int:
         """Train to the run's end, also if ranks are lost meanwhile; return the exit code."""
-        epoch: Epoch | None = None
-        while True:
-            code = self._train(epoch)
+        members = self._here.members
+        found = self._regroup(made_progress=False) if members is not None and members.is_new else None
+        while not isinstance(found, ExitCode):
+            code = self._train(found)
             if code is not None:
                 return code
             found = self._regroup(self._let_go())
-            if isinstance(found, ExitCode):
-                return found
-            epoch = found
+        return found
 
     def _let_go(self) -> bool:
         """Keep what can be restored of a run that has lost ranks, and end the rest; return whether it made a step."""
@@ -85,6 +90,7 @@ class Training:
             self._spec, self._began_at = run.spec, run.state.iteration
             if here.rank == 0:
                 self._tell_ready(run, epoch)
+                self._tell_where(run)
             code = train(run, self._stop)
             if here.rank == 0:
                 print("\n".join(f"> {line}" for line in report_end(run)), flush=True)
@@ -109,6 +115,8 @@ class Training:
         seconds = {**epoch.seconds, "connect": connect_s, "restore": restore_s, "rest": sum(spent.values())}
         details = {
             "lost": list(epoch.lost),
+            "slow": list(epoch.slow),
+            "joined": list(epoch.new),
             "members": list(epoch.members),
             "spares": list(epoch.spares),
             "lost_at": members.lost_at_s,
@@ -117,6 +125,12 @@ class Training:
             **{name: epoch.layout[name] for name in ("before", "slowdown", "is_predicted") if name in epoch.layout},
         }
         run.metrics.replan(run.state.iteration, _message(epoch, run, sum(seconds.values())), details)
+
+    def _tell_where(self, run: Run) -> None:
+        """Write to the run's folder where processes find it that join."""
+        if self._here.members is not None and run.config.checkpoint.save is not None:
+            meeting = self._here.members.meeting(self._first.config.model_dump(mode="json"))
+            write_meeting(Path(run.config.checkpoint.save), meeting)
 
     def _regroup(self, made_progress: bool) -> Epoch | ExitCode:
         """Find out who is left, and connect with them; as a spare, wait until this process gets a rank."""
@@ -143,13 +157,27 @@ class Training:
         self._held = held if rank < num_kept else ()
         return bool(self._held)
 
+    def _unbuilt(self) -> RunSpec:
+        """Return the run in its present layout, which this process has not had a rank in."""
+        members, config = self._here.members, self._first.config
+        assert members is not None, "only an elastic run goes on"
+        vocab_size = build_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model).vocab_size
+        config = with_changes(config, members.epoch.layout.get("changes", {}))
+        return RunSpec(config, len(members.epoch.members), vocab_size)
+
     def _plan(self, num_ranks: int) -> tuple[int, Mapping[str, Any]]:
-        """Return the number of ranks, and the layout, for the ranks that are left."""
-        assert self._spec is not None, "the run has been built once"
-        chosen = nearby_layout(self._spec, num_ranks, self._first.config.logging.cluster)
+        """Return the number of ranks, and the layout, for the processes that there are.
+
+        With as many as at the launch that is the layout that the run was launched in.
+        """
+        config, members, present = self._first.config, self._here.members, self._spec or self._unbuilt()
+        assert members is not None, "only an elastic run goes on"
+        is_whole = num_ranks >= members.num_launched
+        near = RunSpec(config, members.num_launched, present.vocab_size) if is_whole else present
+        chosen = nearby_layout(near, num_ranks, config.logging.cluster, present=present)
         return chosen.num_ranks, {
             "changes": differences(self._first.config, chosen.config),
-            "before": describe_layout(self._spec),
+            "before": describe_layout(present),
             "slowdown": chosen.slowdown,
             "is_predicted": chosen.is_predicted,
         }
@@ -177,12 +205,13 @@ def what_is_held(run: Run, here: Runtime) -> Held:
 
 def _message(epoch: Epoch, run: Run, seconds: float) -> str:
     """Return what was lost, and how the run goes on, in words."""
-    lost = ", ".join(map(str, epoch.lost)) or "none"
+    what = {"lost processes": epoch.lost, "slow": epoch.slow, "joined": epoch.new}
+    changes = "; ".join(f"{name}: {', '.join(map(str, numbers))}" for name, numbers in what.items() if numbers)
     now = f"{run.runtime.world_size} ranks, {describe_layout(run.spec)}"
     spares = f", {len(epoch.spares)} spare" * bool(epoch.spares)
     slowdown = f"; a step takes {epoch.layout['slowdown']:.2f} times as long" if "slowdown" in epoch.layout else ""
     predicted = ", as predicted" if epoch.layout.get("is_predicted") else ", if it scales with the ranks"
     return (
-        f"lost processes: {lost}; training goes on from iteration {run.state.iteration} after {seconds:.1f} s "
+        f"{changes}; training goes on from iteration {run.state.iteration} after {seconds:.1f} s "
         f"on {now}{spares}{slowdown}{predicted * bool(slowdown)}"
     )

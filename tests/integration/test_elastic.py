@@ -183,6 +183,93 @@ def test_a_stopped_process_is_left_out_and_killed(tmp_path: Path, rank: int) -> 
     assert replans(tmp_path)[0]["lost"] == [rank] and time.monotonic() - began_s < 60
 
 
+# One rank takes longer than the others to load a batch, which is time of its own.
+SLOWED = """
+import os, sys, time
+from megatron3d.runtime import process
+import pretrain_gpt
+preload = pretrain_gpt.preload
+if __name__ == "__main__":
+    from megatron3d.data.loader import PrefetchingLoader
+    step = PrefetchingLoader.step
+    def slow(data, first):
+        time.sleep({slow_s} if os.environ["RANK"] == "{rank}" else {others_s})
+        return step(data, first)
+    PrefetchingLoader.step = slow
+    sys.exit(process.run_program(pretrain_gpt.main))
+"""
+REPLAN = ["train.on_straggler=replan", "logging.straggler_steps=3"]
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_slow_rank_is_left_out(tmp_path: Path, undisturbed: list[float], rank: int) -> None:
+    path = tmp_path / "slowed.py"
+    path.write_text(SLOWED.format(rank=rank, slow_s=1, others_s=0))
+    survive(tmp_path, 4, str(path), *REPLAN, "logging.straggler_factor=2")
+    assert_equal(tmp_path, undisturbed)
+    (details,) = replans(tmp_path)
+    assert details["slow"] == details["spares"] == [rank] and details["lost"] == []
+    assert {*details["members"]} == {*range(4)} - {rank}
+
+
+def test_a_slow_rank_is_kept_where_nothing_is_gained(tmp_path: Path) -> None:
+    """Without the slower one of two ranks a step would have no wait for it, and twice the work."""
+    path = tmp_path / "slowed.py"
+    path.write_text(SLOWED.format(rank=1, slow_s=1.5, others_s=1))
+    text = survive(tmp_path, 2, str(path), *REPLAN, "logging.straggler_factor=1.2", "train.train_iters=6")
+    assert "> straggler: rank 1 (" in text and "without it a step would take 1." in text
+    assert replans(tmp_path) == []
+
+
+def join_at_step_10(
+    folder: Path, keys: Sequence[str], lost: int | None, num_new: int
+) -> tuple[subprocess.Popen[str], subprocess.Popen[str]]:
+    """Start a run of 4 ranks that waits before a step until `num_new` processes have asked to join; return both."""
+    ready, place = folder / "ready", folder / "run"
+    path = Path(program(folder, "loop.train_step", [] if lost is None else [(lost, 6)]))
+    waits = f"while len(calls) == 10 and not os.path.exists({str(ready)!r}): time.sleep(0.05)"
+    path.write_text(path.read_text().replace("        return inner", f"        {waits}\n        return inner"))
+    arguments = ["--config", str(write_config(folder)), *KEYS, *keys]
+    run = launch_forked(str(path), 4, *arguments)
+    while not (place / "members.json").exists() or (lost is not None and not replans(folder)):
+        assert run.poll() is None
+        time.sleep(0.1)
+    joins = launch_forked("pretrain_gpt.py", num_new, *arguments, "--join", str(place))
+    assert joins.stderr is not None
+    for _ in range(num_new):
+        assert any("waits to join" in line for line in joins.stderr)
+    time.sleep(2)  # until it has signed in
+    ready.touch()
+    return run, joins
+
+
+@pytest.mark.parametrize(
+    ("keys", "lost", "num_new"),
+    [((), 3, 1), (("parallel.tensor_model_parallel_size=2",), 0, 1), (("parallel.zero_stage=3",), None, 2)],
+)
+def test_processes_join(
+    tmp_path: Path, undisturbed: list[float], keys: Sequence[str], lost: int | None, num_new: int
+) -> None:
+    """They take the place of a lost rank, or are further ones, from the next checkpoint on."""
+    for each in join_at_step_10(tmp_path, keys, lost, num_new):
+        _, errors = each.communicate(timeout=120)
+        assert each.returncode == ExitCode.DONE, errors
+    assert_equal(tmp_path, undisturbed)
+    details = replans(tmp_path)[-1]
+    assert details["joined"] == [*range(4, 4 + num_new)] and {*details["joined"]} <= {*details["members"]}
+
+
+def test_a_process_that_gains_nothing_waits(tmp_path: Path, undisturbed: list[float]) -> None:
+    """Five ranks would compute no less each than four, so that the run is not interrupted; the fifth can be stopped."""
+    run, joins = join_at_step_10(tmp_path, [], None, 1)
+    joins.send_signal(signal.SIGTERM)
+    for each, code in ((joins, ExitCode.STOPPED), (run, ExitCode.DONE)):
+        _, errors = each.communicate(timeout=120)
+        assert each.returncode == code, errors
+    assert_equal(tmp_path, undisturbed)
+    assert replans(tmp_path) == []
+
+
 def test_the_launcher_lets_the_others_finish(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     launched = launch_local(4, "--config", str(config), *KEYS, "train.train_iters=100000", "checkpoint.save_interval=9")

@@ -85,7 +85,14 @@ def value_problems(facts: Facts) -> Iterator[str]:
     """Yield the problems that do not depend on the arrangement of ranks."""
     model = (model_problems, network.expert_problems, network.latent_problems, network.rotary_problems)
     lengths = (network.qk_clip_problems, network.window_problems, network.mtp_problems, size_problems)
-    run = (schedule_problems, layout.ramp_problems, files.data_problems, precision_problems, unused_problems)
+    run = (
+        schedule_problems,
+        layout.ramp_problems,
+        files.data_problems,
+        precision_problems,
+        unused_problems,
+        _straggler_problems,
+    )
     for rule in (*model, *lengths, *run, files.logging_problems):
         yield from rule(facts)
 
@@ -164,6 +171,18 @@ def _mup_problems(facts: Facts) -> Iterator[str]:
     unknown["model.mtp_num_layers"] = config.model.mtp_num_layers > 0
     for key in (key for key, is_on in unknown.items() if is_on):
         yield f"{where}: not with {plain(config, key)}, whose matrices have no rule of muP; leave one of the two out"
+
+
+def _straggler_problems(facts: Facts) -> Iterator[str]:
+    """Yield a message per key without which no run goes on without its slow ranks."""
+    train, logging = facts.config.train, facts.config.logging
+    needed = {
+        "train.elastic=true": train.elastic,
+        "logging.straggler_factor": logging.straggler_factor is not None,
+        "logging.timing_log_level=1": logging.timing_log_level > 0,
+    }
+    for key in (key for key, is_on in needed.items() if train.on_straggler == "replan" and not is_on):
+        yield f"{facts.named('train.on_straggler')}: not without {key}; set that, or use report"
 
 
 def schedule_problems(facts: Facts) -> Iterator[str]:

@@ -92,21 +92,25 @@ def describe_layout(spec: RunSpec) -> str:
     return f"{named}, ZeRO {zero}, {spec.num_microbatches} microbatches of {spec.config.train.micro_batch_size}"
 
 
-def nearby_layout(spec: RunSpec, num_ranks: int, cluster: str | None, limit_s: float = LIMIT_S) -> NearbyLayout:
+def nearby_layout(
+    spec: RunSpec, num_ranks: int, cluster: str | None, limit_s: float = LIMIT_S, *, present: RunSpec | None = None
+) -> NearbyLayout:
     """Return the layout for at most `num_ranks` ranks.
 
     Args:
-        spec: the run in its present layout.
+        spec: the run in the layout that others are near to, which is chosen for as many ranks as it has.
         cluster: whose machine the prediction is for; None: it is not known, and memory is not looked at either.
         limit_s: seconds in which layouts are predicted; where several ranks plan, infinite, so that all plan the same.
+        present: the run in its present layout, which the slow-down is over; None: it is `spec`.
 
     Raises RunFailed where no layout of so few ranks is valid and fits.
     """
+    present = present or spec
     for thrift in THRIFT:
-        valid = _valid(spec, num_ranks, thrift)
-        best = _fastest(spec, valid, cluster, limit_s) if cluster is not None else next(valid, None)
+        valid = iter([spec]) if num_ranks == spec.world_size else _valid(spec, num_ranks, thrift)
+        best = _fastest(present, valid, cluster, limit_s) if cluster is not None else next(valid, None)
         if best is not None:
-            found, slowdown = best if isinstance(best, tuple) else (best, spec.world_size / best.world_size)
+            found, slowdown = best if isinstance(best, tuple) else (best, present.world_size / best.world_size)
             return NearbyLayout(
                 found.world_size, found.config, describe_layout(found), slowdown, is_predicted=cluster is not None
             )

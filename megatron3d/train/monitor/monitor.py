@@ -1,11 +1,7 @@
 """Monitor of a training run: throughput, phase times, memory, slow ranks, tensor statistics, traces and profiles.
 
 Steps are timed without waiting for a device.  When a line is due, the ranks' numbers are all-reduced: rank 0 handles a
-few hundred of them however many ranks there are.
-
-A rank is slow if its own time, its step time without waiting for other ranks, exceeds the median of its peers by a
-factor, several times in a row.  The peers of a rank are the ranks of the same pipeline rank.  If each pipeline rank is
-a single rank, all ranks are compared by their time per FLOP.
+few hundred of them however many ranks there are, and a handful of each rank to find slow ones.
 """
 
 from __future__ import annotations
@@ -14,10 +10,9 @@ import contextlib
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import median_low
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -36,68 +31,14 @@ from megatron3d.metrics.step_record import StepWork, Throughput, memory_bytes
 from megatron3d.metrics.timers import PHASES, Spread, own_ms, pipeline_bubble
 from megatron3d.model.linear_spec import flops_per_token
 from megatron3d.parallel.mesh import DATA, PIPELINE
-from megatron3d.parallel.parallel_state import ParallelState
 from megatron3d.pipeline.engine import Observer
 from megatron3d.train.monitor.profiling import Profiler, TraceRecorder, nested, write_trace
 from megatron3d.train.monitor.reports import max_by_pipeline_rank, run_metadata
+from megatron3d.train.monitor.stragglers import SlowRanks, gain_without, straggler_detector
 from megatron3d.train.monitor.tensor_stats import StepTensorStatistics
 from megatron3d.train.run import Run
 from megatron3d.train.state import TrainState
 from megatron3d.train.step import StepResult
-
-
-@dataclass(frozen=True)
-class PeerGroups:
-    """Ranks that are compared with each other, and the FLOPs of each rank by which its time is divided."""
-
-    groups: tuple[tuple[int, ...], ...]
-    flops: tuple[float, ...]
-
-    @staticmethod
-    def of(state: ParallelState, flops: Sequence[float]) -> PeerGroups:
-        """Return the groups of a run, given the FLOPs of a step on one rank of each pipeline rank."""
-        size = state.tensor_parallel_size * state.data_parallel_size
-        coords = [state.on_rank(rank).pipeline_parallel_rank for rank in range(state.world_size)]
-        if size == 1:
-            groups = [tuple(rank for rank, coord in enumerate(coords) if flops[coord] > 0)]
-        else:
-            groups = [tuple(rank for rank, at in enumerate(coords) if at == coord) for coord in range(len(flops))]
-        return PeerGroups(tuple(groups), tuple(max(1.0, flops[coord]) for coord in coords))
-
-
-class Straggler(NamedTuple):
-    """A slow rank, and its own time divided by the median of its peers."""
-
-    rank: int
-    ratio: float
-
-
-class StragglerDetector:
-    """Counts how many logged steps in a row each rank was slow.
-
-    Args:
-        factor: ratio to the median above which a rank is slow.
-        num_steps: logged steps in a row after which a slow rank is reported, once until it recovers.
-    """
-
-    def __init__(self, peers: PeerGroups, factor: float, num_steps: int) -> None:
-        self._peers, self._factor = peers, factor
-        self._num_steps = num_steps
-        self._counts = [0] * len(peers.flops)
-
-    def check(self, own_ms: Sequence[float]) -> list[Straggler]:
-        """Return the ranks to report now, given the own time of every rank in a step."""
-        scaled = [ms / flops for ms, flops in zip(own_ms, self._peers.flops, strict=True)]
-        found = []
-        for group in self._peers.groups:
-            median = median_low(scaled[rank] for rank in group)
-            for rank in group:
-                is_slow = scaled[rank] > self._factor * median
-                self._counts[rank] = self._counts[rank] + 1 if is_slow else 0
-                if self._counts[rank] == self._num_steps:
-                    found.append(Straggler(rank, scaled[rank] / median if median > 0 else float("inf")))
-        return found
-
 
 Table = Mapping[str, Spread]
 TIMERS, MEMORY = "timers", "memory"
@@ -203,7 +144,11 @@ def parts_of(phases: Mapping[str, float]) -> TimeBreakdown:
 
 
 class Monitor:
-    """Observes a run from its next step on; every rank creates one at the same point, since it communicates."""
+    """Observes a run from its next step on; every rank creates one at the same point, since it communicates.
+
+    Attributes:
+        slow: ranks that were found slow after the last step, the same on all ranks.
+    """
 
     def __init__(self, run: Run, job: StepSpec) -> None:
         self._run, self._job = run, job
@@ -213,6 +158,7 @@ class Monitor:
         num_lanes = self._stream.num_lanes if self._stream else 0
         self._ranks = RankStatistics(run.comm, run.runtime.device, num_lanes)
         self._shown_faults: set[str] = set()
+        self.slow = SlowRanks(())
         flops = [step_flops(job.on_pipeline_rank(coord)) for coord in range(job.pipeline.num_ranks)]
         self._peak, self._stragglers = run.peak, straggler_detector(run, flops)
         self._work = step_work(run, flops)
@@ -252,6 +198,7 @@ class Monitor:
     def end_step(self, result: StepResult, lr: float, batch: Batch, *, is_logged: bool) -> None:
         """Count a step, and write the reports that are due after it; of the step itself where it `is_logged`."""
         run, iteration = self._run, self._run.state.iteration
+        self.slow = SlowRanks(())
         self._num_steps += 1
         self._num_tokens += batch.num_tokens
         self._skipped += result.skipped
@@ -307,9 +254,9 @@ class Monitor:
             shown = {name: {str(key): rounded(one) for key, one in table.items()} for name, table in tables.items()}
             consumed = run.consumed_tokens(record.consumed_samples)
             run.metrics.step(record, {**consumed, **self._routers(result), **_logits(state), **shown})
-            self._report_stragglers(own_ms)
             if batch_fraction == 1:
                 self._prediction.add(step_s, self._num_steps, tables[TIMERS])
+        self._report_stragglers(own_ms, 1000 * step_s)
         self._skipped.zero_()
         self.restart()
 
@@ -336,11 +283,20 @@ class Monitor:
         self._peak, self._work = corrected, replace(self._work, peak_flops=corrected.flops)
         return self._work.throughput(step_s)
 
-    def _report_stragglers(self, own_ms: Sequence[float]) -> None:
-        run = self._run
-        assert run.metrics is not None, "rank 0 reports slow ranks"
-        for slow in self._stragglers.check(own_ms) if self._stragglers else ():
-            run.metrics.straggler(run.state.iteration, slow.rank, self._ranks.devices[slow.rank], slow.ratio)
+    def _report_stragglers(self, own_ms: Sequence[float], step_ms: float) -> None:
+        """Report ranks that have been slow for long, and what the run would gain without them."""
+        run, detector = self._run, self._stragglers
+        if detector is None or not (found := detector.check(own_ms)):
+            return
+        self.slow = SlowRanks(tuple(each.rank for each in found))
+        if run.metrics is None:
+            return
+        excess_ms = max(detector.peers.excess(each.rank, own_ms) for each in found)
+        gain = gain_without(run, found, step_ms, excess_ms)
+        self.slow = replace(self.slow, gains=gain.ratio < 1)
+        for each in found:
+            device = self._ranks.devices[each.rank]
+            run.metrics.straggler(run.state.iteration, each.rank, device, each.ratio, gain.text)
 
     def _print_faults(self) -> None:
         """Print the first bad records that were skipped, on one of the ranks that read the same ones."""
@@ -390,13 +346,3 @@ def step_work(run: Run, flops: Sequence[int]) -> StepWork:
     num_ranks, peak = run.runtime.world_size, run.peak.flops if run.peak else None
     per_token = flops_per_token(run.state.model.arch)
     return StepWork(run.batches.last.num_tokens, num_ranks, per_token, sum(flops) / len(flops), peak)
-
-
-def straggler_detector(run: Run, flops: Sequence[int]) -> StragglerDetector | None:
-    """Return the detector of slow ranks, given the FLOPs of one rank of each pipeline rank; None if it is off."""
-    logging = run.config.logging
-    if logging.straggler_factor is None or logging.timing_log_level == 0:
-        return None
-    return StragglerDetector(
-        PeerGroups.of(run.spec.parallel_state, flops), logging.straggler_factor, logging.straggler_steps
-    )

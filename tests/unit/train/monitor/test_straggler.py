@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from megatron3d.parallel.mesh import Mesh
 from megatron3d.parallel.parallel_state import ParallelState
-from megatron3d.train.monitor.monitor import PeerGroups, Straggler, StragglerDetector
+from megatron3d.train.monitor.stragglers import PeerGroups, Straggler, StragglerDetector, fewer_layers
 
 
 def state(pipeline: int, data: int) -> ParallelState:
@@ -31,3 +33,28 @@ def test_single_pipeline_ranks_are_compared_by_flops() -> None:
     slow = StragglerDetector(PeerGroups.of(state(4, 1), [100, 200, 0, 100]), factor=1.5, num_steps=1)
     assert slow.check([10.0, 20.0, 5.0, 10.0]) == []
     assert slow.check([10.0, 40.0, 50.0, 10.0]) == [Straggler(1, 2.0)]
+
+
+def test_uniformly_slow_ranks_are_not_named() -> None:
+    slow = StragglerDetector(PeerGroups.of(state(1, 4), [10]), factor=1.5, num_steps=1)
+    assert [slow.check([factor * 10.0] * 4) for factor in (1, 5, 50)] == [[]] * 3
+
+
+def test_the_excess_is_by_flops() -> None:
+    assert PeerGroups.of(state(3, 1), [100, 200, 100]).excess(1, [10.0, 50.0, 10.0]) == pytest.approx(30)
+
+
+@pytest.mark.parametrize(
+    ("counts", "place", "ratio", "found"),
+    [
+        ([8, 8], 0, 2.0, (5, 11 / 16)),  # 5 slow layers take 10, the 11 others 11
+        ([4, 4, 4, 4], 3, 3.0, (1, 5 / 12)),
+        ([4, 4], 1, 10.0, (0, 8 / 40)),
+        ([4, 4], 1, 1.1, None),  # 3 slow layers take 3.3, but the 5 others 5
+        ([8], 0, 2.0, None),
+    ],
+)
+def test_fewer_layers_on_a_slow_pipeline_rank(
+    counts: list[int], place: int, ratio: float, found: tuple[int, float] | None
+) -> None:
+    assert fewer_layers(counts, place, ratio) == found
