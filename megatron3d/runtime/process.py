@@ -120,6 +120,7 @@ def start(
     if env.world_size == 1 and joined is None:
         yield Runtime(0, 1, env.local_rank, device, settings=settings)
         return
+    skip_name_lookups()
     backend = machine.CPU_BACKEND if shares_gpus else machine.backend_of(device.type)
     here = Runtime(env.rank, env.world_size, env.local_rank, device, settings=settings)
     if elastic and outlives_others(env):
@@ -128,6 +129,19 @@ def start(
         return
     with _process_group(env, backend, timeout_s), _watchdog(env, backend, timeout_s, _attempt()) as watchdog:
         yield replace(here, watchdog=watchdog)
+
+
+def skip_name_lookups() -> None:
+    """Let torch's stores show addresses as numbers.
+
+    Both ends of each connection otherwise ask a name server for the other's name, for lines of a log.  Meanwhile a
+    store answers nobody: a name server that drops one question costs all ranks five seconds.  torch asks no more once
+    an answer was not to be had for the moment, so one question is let fail.
+    """
+    import torch.distributed as dist
+
+    with machine.without_name_servers():
+        dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
 
 
 def outlives_others(env: LauncherEnv) -> bool:
