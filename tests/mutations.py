@@ -61,6 +61,7 @@ LATENT_CACHE = ("tests/unit/inference/test_sampling.py", "-k", "latent")
 FP8 = ("tests/unit/linear/test_fp8.py",)
 FP8_EXPERTS = ("tests/integration/test_fp8_experts.py",)
 FP8_PARAMS = ("tests/integration/test_fp8_params.py", "-k", "bits")
+FP8_STATS = ("tests/unit/train/monitor/test_fp8_stats.py",)
 FP8_ROWS = ("tests/unit/experts/test_fp8_rows.py",)
 GEMM = ("tests/unit/linear/test_gemm.py",)
 FLOPS = ("tests/unit/model/test_flops.py",)
@@ -1308,6 +1309,42 @@ MUTATIONS = [
         "self.format, self.dy_format = (DTYPES[name] for name in fp8.formats)",
         "self.format = self.dy_format = DTYPES[fp8.formats.x]",
         FP8,
+    ),
+    Mutation(
+        "elements that are lost in fp8 are those of this rank",
+        "train/monitor/fp8_stats.py",
+        "comm.all_reduce(self._counts, comm.mesh.names).wait().tolist()",
+        "self._counts.tolist()",
+        FP8_STATS,
+    ),
+    Mutation(
+        "scales of fp8 are reported of this rank",
+        "train/monitor/fp8_stats.py",
+        'comm.all_reduce(self._scales, comm.mesh.names, "max").wait().tolist()',
+        "self._scales.tolist()",
+        FP8_STATS,
+    ),
+    Mutation(
+        "elements in fp8 are counted of the last microbatch",
+        "train/monitor/fp8_stats.py",
+        "self._counts[row, 1:] += torch.stack",
+        "self._counts[row, 1:] = torch.stack",
+        FP8_STATS,
+    ),
+    Mutation(
+        "zeros count as lost in fp8",
+        "train/monitor/fp8_stats.py",
+        "is_value & (bits == 0)",
+        "bits == 0",
+        FP8_STATS,
+    ),
+    Mutation(
+        "an output gradient that is quantized after its all-gather is not watched",
+        "linear/fp8.py",
+        """            self._watched("dY", dy.data, along_n)
+""",
+        "",
+        FP8_STATS,
     ),
     Mutation(
         "blocks of fp8 may be cut by shards of tokens",

@@ -137,10 +137,11 @@ class RunSpec:
     def compiles(self, on_gpu: bool) -> bool:
         """Return whether layers are compiled: as configured, by default on GPUs.
 
-        By default not where norms are recomputed, or logits of attention recorded.
+        By default not where norms are recomputed, logits of attention recorded, or elements in fp8 counted.
         """
         setting = self.config.train.compile
-        fits = LAYERNORM not in self.recompute.chosen and not self.config.optimizer.qk_clip
+        counts_fp8 = self.fp8 is not None and self.config.logging.fp8_stats_interval is not None
+        fits = LAYERNORM not in self.recompute.chosen and not self.config.optimizer.qk_clip and not counts_fp8
         return on_gpu and fits if setting == "auto" else setting
 
     # Tensor parallelism

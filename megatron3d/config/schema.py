@@ -362,6 +362,12 @@ class LoggingConfig(Section, frozen=True):
         ge=1,
         also="log_params_norm log_num_zeros_in_grad",
     )
+    fp8_stats_interval: int | None = key(
+        None,
+        "with fp8: iterations between counts of saturated and underflowed elements of the operands of each linear, "
+        "experts' excepted; layers are not compiled then; default: never",
+        ge=1,
+    )
     noise_scale_interval: int | None = key(
         None,
         "iterations between measurements of the gradient noise scale, each of which takes a step's forward and "

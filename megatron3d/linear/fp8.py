@@ -44,6 +44,8 @@ _BIAS, _MANTISSA_BITS, _MANTISSA_OF_1_75 = 127, 23, 0x600000
 # how much it is then too small.
 _FP16_SHIFTS = {E4M3: (7, ~(1 << 14), 2.0**8), E5M2: (8, ~0, 1.0)}
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of values
+# Called with X, W or dY, its tensor, and the operand made of it for Y or dX.
+OperandHook = Callable[[str, Tensor, Operand], None]
 
 
 def scales_of(largest: Tensor, fp8: torch.dtype, has_powers: bool) -> tuple[Tensor, Tensor]:
@@ -195,6 +197,11 @@ class Fp8Gemm(Gemm):
         )
         self.scale_dtype = SCALE_DTYPES[fp8.recipe.scale_bytes]
         self._stored: tuple[Tensor, torch.dtype] | None = None
+        self._hook: OperandHook | None = None
+
+    def watch(self, hook: OperandHook | None) -> None:
+        """Call `hook` with each operand that is quantized outside compiled graphs, in its first form."""
+        self._hook = hook
 
     def hold_scales(self, scales: Tensor, dtype: torch.dtype) -> None:
         """Take the parameter as W in fp8 from now on, with these scales, of values of `dtype`."""
@@ -211,20 +218,21 @@ class Fp8Gemm(Gemm):
     def x(self, x_MK: Tensor, is_kept: bool = False) -> Operand:
         if is_kept and self.fuses(x_MK):
             straight, straight.turned = self._fused(x_MK, self.recipe.x, self.format)
-            return straight
-        return self._quantized(x_MK, self.recipe.x, self.format, self.plan.x_layout)
+        else:
+            straight = self._quantized(x_MK, self.recipe.x, self.format, self.plan.x_layout)
+        return self._watched("X", x_MK, straight)
 
     def w(self, w_NK: Tensor, at: Direction = Direction.FORWARD) -> Operand:
         if self._stored is not None:
             return self._restored_w(w_NK, self._stored[0], at)
         if at is Direction.FORWARD:
-            return self._quantized(w_NK, self.recipe.w, self.format, self.plan.w_layout)
+            return self._watched("W", w_NK, self._quantized(w_NK, self.recipe.w, self.format, self.plan.w_layout))
         return self._quantized(w_NK, self.recipe.w, self.format, self.plan.w_layout, transposes=True)
 
     def dy(self, dy_MN: Tensor) -> Operand:
         if not self.recipe.sends_dy:
             return Operand(dy_MN)
-        return self._quantized(dy_MN, self.recipe.x, self.dy_format, self.plan.y_layout)
+        return self._watched("dY", dy_MN, self._quantized(dy_MN, self.recipe.x, self.dy_format, self.plan.y_layout))
 
     def keep(self, x_MK: Tensor, x: Operand, w_NK: Tensor) -> Kept:
         of_dw = x.turned or self._along_m(x, x_MK, self.plan.x_layout)
@@ -240,9 +248,10 @@ class Fp8Gemm(Gemm):
         layout: Layout = self.plan.m, self.plan.n
         if dy.form is None and self.fuses(dy.data):
             along_n, along_m = self._fused(dy.data, self.recipe.x, self.dy_format)
-            return along_n, along_m
+            return self._watched("dY", dy.data, along_n), along_m
         if dy.form is None:
             along_n = self._quantized(dy.data, self.recipe.x, self.dy_format, layout)
+            self._watched("dY", dy.data, along_n)
             return along_n, self._quantized(dy.data, self.recipe.x, self.dy_format, layout, transposes=True)
         return dy, self._along_m(dy, None, layout)
 
@@ -272,6 +281,12 @@ class Fp8Gemm(Gemm):
             NATIVE.dw_into(main_grad_NK, self._values(dy), self._values(x), holds_gradient)
         else:
             (main_grad_NK.add_ if holds_gradient else main_grad_NK.copy_)(dw_NK)
+
+    def _watched(self, name: str, t: Tensor, operand: Operand) -> Operand:
+        """Return an operand that was made of a tensor, after the hook has seen both."""
+        if self._hook is not None:
+            self._hook(name, t, operand)
+        return operand
 
     def _scaled(self, a: Operand, b: Operand, dtype: torch.dtype, is_fast: bool = False) -> Tensor | None:
         """Return a b^T by the scaled kernel of the operands' device; None if it has none."""

@@ -272,9 +272,9 @@ class MetricsWriter:
         """Report that this launch has ended before the run's last iteration."""
         self._write({"iteration": iteration, "stop": why})
 
-    def tensor_statistics(self, iteration: int, statistics: Mapping[str, Any]) -> None:
-        """Report the tensor statistics of each layer, which the console does not show."""
-        self._write({"iteration": iteration, "moments": statistics})
+    def statistics(self, iteration: int, key: str, table: Mapping[str, Any]) -> None:
+        """Report statistics of layers or linears, which the console does not show."""
+        self._write({"iteration": iteration, key: table})
 
     def noise_scale(self, iteration: int, measured: Mapping[str, float | None]) -> None:
         """Report a measurement of the gradient noise scale."""

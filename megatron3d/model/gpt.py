@@ -23,7 +23,7 @@ from megatron3d.data.packing import PLAIN, Packing, Starts
 from megatron3d.linear.collectives import PrefetchedWeight, prefetch_in_order
 from megatron3d.linear.fp8 import Fp8Gemm
 from megatron3d.linear.fp8_plan import Fp8
-from megatron3d.linear.gemm import NATIVE, Gemm
+from megatron3d.linear.gemm import NATIVE, Gemm, Operand
 from megatron3d.linear.main_grad import MainGrads, WgradQueue
 from megatron3d.linear.matmul import CompiledLinears
 from megatron3d.linear.overlap_plan import OVERLAP_ALL, TPOverlap
@@ -45,6 +45,7 @@ from megatron3d.parallel.modes.mode import Mode
 from megatron3d.zero import FsdpUnit, StoredWeight
 
 ActivationHook = Callable[[str, Tensor], None]
+Fp8Hook = Callable[[str, str, Tensor, Operand], None]
 
 
 def _no_hook(path: str, x_MH: Tensor) -> None: ...
@@ -317,6 +318,12 @@ class GPT(nn.Module):
     def set_activation_hook(self, hook: ActivationHook | None) -> None:
         """Call `hook` with the path and output of the embedding and of each layer, during recomputation as well."""
         self._activation_hook = hook or _no_hook
+
+    def set_fp8_hook(self, hook: Fp8Hook | None) -> None:
+        """Call `hook` with the path of each linear and the operands that it quantizes; experts' are left out."""
+        for path, module in self.named_modules():
+            if isinstance(module, Linear) and isinstance(gemm := module.matmul.gemm, Fp8Gemm):
+                gemm.watch(partial(hook, path) if hook else None)
 
     def _layers(self, layers: range, x_MH: Tensor, at: Pass) -> Tensor:
         for index in layers:

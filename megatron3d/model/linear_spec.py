@@ -122,6 +122,24 @@ def mtp_linears(arch: Architecture) -> dict[str, LinearSize]:
     return {name: LinearSize(True, arch.hidden_size, {name: arch.hidden_size}) for name in MTP_LINEARS}
 
 
+def linears_of_model(arch: Architecture) -> dict[str, LinearSize]:
+    """Return the linears of the model by their path, those of experts and of multi-token prediction included."""
+    layers = range(arch.num_layers)
+    found = {f"layers.{layer}.{name}": size for layer in layers for name, size in _all_linears(arch, layer).items()}
+    ahead = {**mtp_linears(arch), **_all_linears(arch, arch.num_layers - 1)}
+    for depth in range(arch.mtp_num_layers):
+        found |= {
+            f"mtp.{depth}.{name if name in MTP_LINEARS else f'layer.{name}'}": size for name, size in ahead.items()
+        }
+    return found
+
+
+def _all_linears(arch: Architecture, layer: int) -> dict[str, LinearSize]:
+    """Return the linears of a layer, those of experts included."""
+    chosen = has_experts(arch, layer)
+    return linears_of_layer(arch, chosen) | (expert_linears(arch) if chosen else {})
+
+
 def linear_size(arch: Architecture, name: str) -> LinearSize:
     """Return the sizes of a linear by its path in its layer or module."""
     return mtp_linears(arch)[name] if name in MTP_LINEARS else {**layer_linears(arch), **shared_linears(arch)}[name]

@@ -11,15 +11,8 @@ from megatron3d.config.validate.facts import Facts, plain
 from megatron3d.config.yaml_origins import show
 from megatron3d.experts.plan import expert_plan
 from megatron3d.linear.fp8_plan import RECIPES, Fp8
-from megatron3d.model.linear_spec import (
-    EXPERT_LINEARS,
-    MTP_LINEARS,
-    LinearSize,
-    expert_linears,
-    linears_of_layer,
-    mtp_linears,
-)
-from megatron3d.model.spec import LAYERNORM, MLP_ACT, MOE_ACT, Architecture, has_experts
+from megatron3d.model.linear_spec import EXPERT_LINEARS, LinearSize, linears_of_model
+from megatron3d.model.spec import LAYERNORM, MLP_ACT, MOE_ACT
 from megatron3d.parallel.mesh import Axes, Mesh
 from megatron3d.parallel.modes.mode import Mode
 
@@ -45,13 +38,18 @@ def fp8_problems(facts: Facts) -> Iterator[str]:
             f"{where}: the linear after a module of train.recompute_modules={show(again)} keeps its input in fp8, so "
             "that nothing is saved; use other modules, or recompute_granularity full"
         )
+    if config.logging.fp8_stats_interval is not None and config.train.compile is True:
+        yield (
+            f"{facts.named('logging.fp8_stats_interval')}: no element is counted with train.compile=true; use "
+            "train.compile=auto"
+        )
     if config.train.fp8_param_gather and not fp8.recipe.w.is_square:
         square = one_of([name for name, recipe in RECIPES.items() if recipe.w.is_square])
         yield (
             f"{facts.named('train.fp8_param_gather')}: backward multiplies W^T, whose blocks with "
             f"{plain(config, RECIPE)} are not those of W, and whose values are not stored; use fp8_recipe {square}"
         )
-    paths = _linears(facts)
+    paths = linears_of_model(facts.arch)
     for pattern in config.train.fp8_exclude:
         if not any(fnmatchcase(path, pattern) for path in paths):
             yield f"{facts.named('train.fp8_exclude')}: {show(pattern)} fits no linear; use {one_of(list(paths)[:3])}"
@@ -64,28 +62,10 @@ def block_problems(facts: Facts, mode: Mode) -> Iterator[str]:
     fp8 = facts.spec.fp8
     if fp8 is None or fp8.recipe.block is None:
         return
-    sizes = {path.split(".", 2)[-1]: size for path, size in _linears(facts).items() if fp8.takes(path)}
+    sizes = {path.split(".", 2)[-1]: size for path, size in linears_of_model(facts.arch).items() if fp8.takes(path)}
     for name, size in sizes.items():
         yield from _linear_problems(facts, fp8, mode, name, size)
     yield from _token_problems(facts, fp8, mode)
-
-
-def _linears(facts: Facts) -> dict[str, LinearSize]:
-    """Return the linears of the model by their path, those of experts and of multi-token prediction included."""
-    arch = facts.arch
-    layers = range(arch.num_layers)
-    found = {f"layers.{layer}.{name}": size for layer in layers for name, size in _linears_of(arch, layer).items()}
-    ahead = {**mtp_linears(arch), **_linears_of(arch, arch.num_layers - 1)}
-    for depth in range(arch.mtp_num_layers):
-        found |= {
-            f"mtp.{depth}.{name if name in MTP_LINEARS else f'layer.{name}'}": size for name, size in ahead.items()
-        }
-    return found
-
-
-def _linears_of(arch: Architecture, layer: int) -> dict[str, LinearSize]:
-    chosen = has_experts(arch, layer)
-    return linears_of_layer(arch, chosen) | (expert_linears(arch) if chosen else {})
 
 
 def _linear_problems(facts: Facts, fp8: Fp8, mode: Mode, name: str, size: LinearSize) -> Iterator[str]:

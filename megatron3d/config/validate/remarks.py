@@ -26,6 +26,7 @@ FP8_KEYS = (
     "fp8_exclude",
     "fp8_param_gather",
 )
+FP8_LOGGING = ("fp8_stats_interval",)
 STREAMING = ("stream_key", "stream_lanes", "stream_shuffle_rows", "on_bad_record")
 # Value of train.recompute_granularity that each key belongs to.
 RECOMPUTE_KEYS = {"recompute_modules": "selective", "recompute_method": "full", "recompute_num_layers": "full"}
@@ -61,7 +62,11 @@ FEATURES: tuple[Feature, ...] = (
         lambda facts: facts.spec.tensor_size > 1,
         ("parallel.tp_comm_overlap", "parallel.tp_keep_gathered_weights", "train.tp_grad_reduce_in_bf16"),
     ),
-    Feature("train.fp8", lambda facts: facts.config.train.fp8 is not None, _in("train", *FP8_KEYS)),
+    Feature(
+        "train.fp8",
+        lambda facts: facts.config.train.fp8 is not None,
+        (*_in("train", *FP8_KEYS), *_in("logging", *FP8_LOGGING)),
+    ),
     Feature("train.manual_gc", lambda facts: facts.config.train.manual_gc, ("train.manual_gc_interval",)),
     Feature(
         "train.recompute_granularity",

@@ -344,6 +344,7 @@ def _padding_problems(facts: Facts, data: int) -> Iterator[str]:
         "model.num_moe_experts": config.model.num_moe_experts is not None,
         "optimizer.qk_clip": config.optimizer.qk_clip,
         "logging.noise_scale_interval": config.logging.noise_scale_interval is not None,
+        "logging.fp8_stats_interval": config.train.fp8 is not None and config.logging.fp8_stats_interval is not None,
         "train.rampup_batch_size": config.train.rampup_batch_size is not None,
     }
     for key in (key for key, is_on in counting.items() if is_on):

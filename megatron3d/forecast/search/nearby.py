@@ -203,7 +203,8 @@ def _data_ranks(config: Config, microbatches: int, most: int) -> Sequence[int]:
 
 def _may_pad(config: Config) -> bool:
     """Return whether empty microbatches change no number."""
-    counts = config.optimizer.qk_clip or config.logging.noise_scale_interval or config.train.rampup_batch_size
+    watches = config.logging.noise_scale_interval or (config.train.fp8 and config.logging.fp8_stats_interval)
+    counts = config.optimizer.qk_clip or watches or config.train.rampup_batch_size
     return config.model.num_moe_experts is None and not counts
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -32,6 +32,7 @@ from megatron3d.metrics.timers import PHASES, Spread, own_ms, pipeline_bubble
 from megatron3d.model.linear_spec import flops_per_token
 from megatron3d.parallel.mesh import DATA, PIPELINE
 from megatron3d.pipeline.engine import Observer
+from megatron3d.train.monitor.fp8_stats import StepFp8Statistics
 from megatron3d.train.monitor.profiling import Profiler, TraceRecorder, nested, write_trace
 from megatron3d.train.monitor.reports import max_by_pipeline_rank, run_metadata
 from megatron3d.train.monitor.stragglers import SlowRanks, gain_without, straggler_detector
@@ -143,6 +144,35 @@ def parts_of(phases: Mapping[str, float]) -> TimeBreakdown:
     return TimeBreakdown({breakdown.COMPUTATION: max(own, 0.0), **waits, **rest, breakdown.LOADING: loading})
 
 
+class StepStatistics(Protocol):
+    """Statistics of one step; every rank creates them for the same steps, since `finish` communicates.
+
+    Attributes:
+        KEY: their key in metrics.jsonl.
+    """
+
+    KEY: str
+
+    def observe(self, inner: Observer) -> Observer:
+        """Return the observer of the step that `inner` is a part of."""
+        ...
+
+    def finish(self, result: StepResult) -> Mapping[str, Any]:
+        """Return the statistics, the same on every rank."""
+        ...
+
+
+def due_statistics(run: Run, iteration: int) -> list[StepStatistics]:
+    """Return the statistics that the configuration asks for of an iteration."""
+    logging, fp8 = run.config.logging, run.spec.fp8
+    kinds: Mapping[Callable[[TrainState, torch.device], StepStatistics], int | None] = {
+        StepTensorStatistics: logging.log_moments_interval,
+        StepFp8Statistics: None if fp8 is None else logging.fp8_stats_interval,
+    }
+    due = [kind for kind, interval in kinds.items() if interval is not None and iteration % interval == 0]
+    return [kind(run.state, run.runtime.device) for kind in due]
+
+
 class Monitor:
     """Observes a run from its next step on; every rank creates one at the same point, since it communicates.
 
@@ -165,7 +195,7 @@ class Monitor:
         self._prediction = PredictionCheck(run)
         self._profiler = Profiler(run.config, run.runtime.rank, run.runtime.device)
         self._trace: TraceRecorder | None = None
-        self._tensor_stats: StepTensorStatistics | None = None
+        self._statistics: list[StepStatistics] = []
         if run.metrics:
             metadata = run_metadata(run, job, self._work, self._ranks.devices, self._prediction.forecast)
             run.metrics.start(run.state.iteration, metadata)
@@ -187,12 +217,12 @@ class Monitor:
     def begin_step(self) -> Observer:
         """Return the context manager factory that the next step enters around its phases and pipeline actions."""
         run, logging = self._run, self._run.config.logging
-        iteration, interval = run.state.iteration + 1, logging.log_moments_interval
-        has_stats = interval is not None and iteration % interval == 0
-        self._tensor_stats = StepTensorStatistics(run.state, run.runtime.device) if has_stats else None
+        iteration = run.state.iteration + 1
+        self._statistics = due_statistics(run, iteration)
         self._trace = TraceRecorder(run.comm, run.runtime.device) if iteration in logging.trace_iterations else None
         observer = nested(run.timers.observe, self._trace.observe) if self._trace else run.timers.observe
-        observer = self._tensor_stats.observe(observer) if self._tensor_stats else observer
+        for statistics in self._statistics:
+            observer = statistics.observe(observer)
         return self._profiler.begin_step(iteration, observer)
 
     def end_step(self, result: StepResult, lr: float, batch: Batch, *, is_logged: bool) -> None:
@@ -208,13 +238,13 @@ class Monitor:
             self._report_step(result, lr, batch)
         if iteration == self._first_iteration:
             self._report_memory()
-        if self._tensor_stats:
-            statistics = self._tensor_stats.finish(result, run.config.optimizer.clip_grad)
+        for statistics in self._statistics:
+            table = statistics.finish(result)
             if run.metrics:
-                run.metrics.tensor_statistics(iteration, statistics)
+                run.metrics.statistics(iteration, statistics.KEY, table)
         if self._trace:
             self._write_trace(self._trace, batch)
-        if iteration == self._first_iteration or self._tensor_stats or self._trace:
+        if iteration == self._first_iteration or self._statistics or self._trace:
             self.restart()
 
     def _report_step(self, result: StepResult, lr: float, batch: Batch) -> None:

@@ -152,7 +152,8 @@ def describe_compilation(state: TrainState) -> str:
     setting, device = state.spec.config.train.compile, state.model.like.device
     why = f"train.compile={str(setting).lower()}"
     if not state.spec.compiles(on_gpu=device.type != "cpu"):
-        where = " on a CPU" if device.type == "cpu" else " where norms are recomputed"
+        unfit = " where norms are recomputed, logits of attention recorded, or elements in fp8 counted"
+        where = " on a CPU" if device.type == "cpu" else unfit
         return f"layers: not compiled ({why}{where if setting == 'auto' else ''})"
     layers, packs = state.model.layers.values(), state.spec.config.data.reset_attention_mask
     eager = sorted({type(m).__name__ for layer in layers for m in layer.modules() if is_opaque(m, packs)})

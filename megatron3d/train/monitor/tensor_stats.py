@@ -84,6 +84,8 @@ class TensorStatistics:
 class StepTensorStatistics:
     """Tensor statistics of one step; every rank creates one for the same steps, since `finish` communicates."""
 
+    KEY = "moments"
+
     def __init__(self, state: TrainState, device: torch.device) -> None:
         model, mesh = state.model, state.model.comm.mesh
         self._state, self._device = state, device
@@ -114,11 +116,11 @@ class StepTensorStatistics:
 
         return observe
 
-    def finish(self, result: StepResult, clip_grad: float) -> Mapping[str, Any]:
+    def finish(self, result: StepResult) -> Mapping[str, Any]:
         """Return statistics of parameters after the step, gradients and activations, the same on every rank."""
         state, comm = self._state, self._state.model.comm
         state.model.set_activation_hook(None)
-        norm = result.grad_norm.item()
+        norm, clip_grad = result.grad_norm.item(), state.spec.config.optimizer.clip_grad
         clip_factor = min(1.0, clip_grad / (norm + 1e-6)) if clip_grad > 0 else 1.0
         unclip_factor = 1 / clip_factor if clip_factor > 0 else math.nan
         return {

@@ -39,6 +39,14 @@ def test_each_layer_is_compiled_if_configured(setting: bool | str) -> None:
     assert state.spec.compiles(on_gpu=True) == (setting is not False)
 
 
+def test_layers_whose_elements_in_fp8_are_counted_are_not_compiled() -> None:
+    """By default; without fp8 there are none."""
+    for fp8 in (None, "e4m3"):
+        train, logging = {"fp8": fp8, "fp8_recipe": "rowwise"}, {"fp8_stats_interval": 5}
+        config = Config.model_validate({"model": MODEL, "train": train, "logging": logging})
+        assert RunSpec(config, 1, 61, 0).compiles(on_gpu=True) == (fp8 is None)
+
+
 def test_offloading_from_the_host_to_the_host_is_refused() -> None:
     with pytest.raises(UserError, match="computes on the CPU; use false, or a GPU"):
         build(cpu_offloading=True)

@@ -106,6 +106,12 @@ BROKEN: list[tuple[dict[str, Any], int, str, dict[str, Any]]] = [
         "of W, and whose values are not stored; use fp8_recipe blockwise or tensorwise",
         changes(train={"fp8_param_gather": True, "fp8_recipe": "tensorwise"}),
     ),
+    (
+        {**changes(train={"compile": True}), "logging": {"fp8_stats_interval": 5}},
+        1,
+        "logging.fp8_stats_interval=5: no element is counted with train.compile=true; use train.compile=auto",
+        {**changes(), "logging": {"fp8_stats_interval": 5}},
+    ),
 ]
 
 

@@ -26,6 +26,7 @@ VALUES: dict[str, Any] = {
     "train.num_layers_at_end_in_bf16": 1,
     "train.fp8_exclude": ("*.attention.proj",),
     "train.fp8_param_gather": True,
+    "logging.fp8_stats_interval": 5,
     "train.tp_grad_reduce_in_bf16": True,
     "train.recompute_modules": ("mlp_act",),
     "train.recompute_method": "block",
