@@ -155,7 +155,7 @@ MUTATIONS = [
         "runtime/members.py",
         "            1 + last.number,\n            members,",
         "            last.number,\n            members,",
-        (*ELASTIC, "-k", "zero"),
+        (*ELASTIC, "-k", "spare_takes"),
     ),
     Mutation(
         "fewer ranks train on a smaller global batch",

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from megatron3d.config.cli import ConfigParser
 from megatron3d.errors import UserError
-from megatron3d.launch.script import CONTAINERS, JobSettings, Options, fill_template, options
+from megatron3d.launch.script import CONTAINERS, END_TOGETHER, OUTLIVE, JobSettings, Options, fill_template, options
 from megatron3d.runtime.arguments import MAX_RANKS, add_overwrite, positive, require_free, whole
 from megatron3d.runtime.files import write_text
 from megatron3d.runtime.program import parse_first, run_tool
@@ -106,12 +106,13 @@ def make(arguments: argparse.Namespace) -> None:
     spares = f" and {arguments.spares} spare" * (arguments.spares > 0)
     what = f"{arguments.config} on {arguments.nodes} nodes{spares} of {cluster.name}:"
     settings = JobSettings(
-        options=sbatch_options(arguments, cluster),
+        options=sbatch_options(arguments, cluster, outlives=config.train.elastic),
         setup=(*cluster.slurm.setup, *arguments.setup),
         python=tuple((arguments.python or ("python" if arguments.container else ".venv/bin/python")).split()),
         container=container(arguments),
         arguments=("--config", str(arguments.config), *arguments.overrides),
         spares=arguments.spares,
+        step=OUTLIVE if config.train.elastic else END_TOGETHER,
         remarks=(what, *batch_arithmetic(RunSpec(config, num_ranks)).splitlines()),
     )
     text = fill_template(TEMPLATE.read_text(encoding="utf-8"), settings)
@@ -125,13 +126,16 @@ def make(arguments: argparse.Namespace) -> None:
     print(f"wrote {path}: sbatch {path}")
 
 
-def sbatch_options(arguments: argparse.Namespace, cluster: Cluster) -> Options:
+def sbatch_options(arguments: argparse.Namespace, cluster: Cluster, *, outlives: bool = False) -> Options:
     """Return the default options, updated by those of the cluster and then by those of the command line.
 
+    A job that `outlives` a node that fails is not ended with it.
     An empty value (`--sbatch exclusive=`, or "" in the file of a cluster) removes an option.
     """
     defaults = dict(options(arguments.nodes + arguments.spares, cluster.node_ranks, arguments.time, arguments.warn))
     defaults["job-name"] = arguments.config.stem
+    if outlives:
+        defaults["no-kill"] = None
     if cluster.cores is not None:  # the ranks of this cluster compute on CPUs, and share its nodes
         for name in ("gpus-per-node", "cpus-per-task", "exclusive"):
             del defaults[name]

@@ -2,7 +2,7 @@
 
 before   on every node: check the configuration, its files, and the GPUs; the first node records the launch
 nodes    on one node: print the nodes whose ranks train, of a job with spare nodes
-after    on one node: exit with code 0 if the job should be requeued
+after    on one node: exit with code 0 if the job should be requeued, 4 if it has failed and its run is complete
 
 An unfit node would otherwise stall all others in their first collective, minutes later and unnamed.
 """
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from megatron3d.config.cli import ConfigParser
 from megatron3d.config.read import read_config
 from megatron3d.config.resolve import resolve
+from megatron3d.config.run_spec import RunSpec
 from megatron3d.errors import ExitCode, UserError
 from megatron3d.launch import requeue, spare_nodes
 from megatron3d.runtime import process
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 # Fraction of a GPU's memory that must be free.
 MIN_FREE = 0.9
+# Exit code of `after` for a run that is complete, though ranks were lost.
+COMPLETE = 4
 # Rows and columns of the test GEMM.
 SIZE = 1024
 
@@ -150,10 +153,14 @@ def nodes(typed: argparse.Namespace) -> int:
 
 
 def after(typed: argparse.Namespace) -> int:
-    """Return 0 if the job should be requeued, else 1; print why."""
-    root = requeue.run_folder(read_config(typed.config, typed.overrides).config)
+    """Return 0 if the job should be requeued, `COMPLETE` if its run is complete, else 1; print why."""
+    config = read_config(typed.config, typed.overrides).config
+    root = requeue.run_folder(config)
     starts = requeue.start_iterations(root, process.slurm_job())
     newest = requeue.newest_iteration(root)
+    if typed.code > ExitCode.STOPPED and config.train.elastic and newest >= RunSpec(config).train_iters:
+        print(f"> done: ranks were lost (exit code {typed.code}), and the others have reached iteration {newest}")
+        return COMPLETE
     should_requeue, reason = requeue.decide_requeue(typed.code, typed.before_limit, starts, newest)
     print(f"> {reason}", flush=True)
     return ExitCode.DONE if should_requeue else ExitCode.CRASH
