@@ -56,9 +56,13 @@ class Responder:
     """Port of this process that answers whoever connects, in a thread: other processes see that it runs.
 
     A store's server answers no sooner, and a client of it waits permanently where its process is stopped.
+
+    Attributes:
+        left: the last epoch of an elastic run that this process has left since ranks were lost, which it answers.
     """
 
     def __init__(self) -> None:
+        self.left = -1
         self._socket = socket.create_server(("", 0), backlog=1024)
         self.port: int = self._socket.getsockname()[1]
         threading.Thread(target=self._answer, name="responder", daemon=True).start()
@@ -68,7 +72,7 @@ class Responder:
             with contextlib.suppress(OSError):
                 connection, _ = self._socket.accept()
                 with connection:
-                    connection.sendall(b"1")
+                    connection.sendall(str(self.left).encode())
 
 
 class Liveness(Enum):
@@ -79,15 +83,16 @@ class Liveness(Enum):
     NONE = "does not answer"
 
 
-def ask(host: str, port: int, limit_s: float) -> Liveness:
-    """Return what a process's `Responder` says within a limit."""
+def ask(host: str, port: int, limit_s: float) -> tuple[Liveness, int]:
+    """Return what is known of a process by its `Responder` within a limit, and the epoch that it has left."""
     try:
         with socket.create_connection((host, port), limit_s) as connection:
-            return Liveness.YES if connection.recv(1) else Liveness.ENDED
+            said = connection.recv(32)
+            return (Liveness.YES, int(said)) if said else (Liveness.ENDED, -1)
     except (ConnectionRefusedError, ConnectionResetError):
-        return Liveness.ENDED
+        return Liveness.ENDED, -1
     except OSError:
-        return Liveness.NONE
+        return Liveness.NONE, -1
 
 
 def local_address(host: str, port: int) -> str:

@@ -107,7 +107,8 @@ class Members:
         self.num_launched = env.world_size
         self._loss_lock, self._lost = threading.Lock(), threading.Event()
         self._reason, self._blamed = "", set[int]()
-        self._dead, self._slow = set[int](), set[int]()
+        self._dead, self._slow, self._left = set[int](), set[int](), dict[int, int]()
+        self._has_gone = threading.Event()
         self._attempt = self._num_fruitless = 0
         self._holds, self._key = False, 0
         self._place: Callable[[], object] = lambda: None
@@ -179,7 +180,8 @@ class Members:
             self._blamed |= members
             if self._lost.is_set():
                 return
-            self._reason, self.lost_at_s = reason, time.time()
+            self._reason, self.lost_at_s, self._responder.left = reason, time.time(), self.epoch.number
+            self._has_gone.clear()
             self.place_at_loss = self._place()
             self._lost.set()
         if self.number in members:
@@ -188,7 +190,18 @@ class Members:
         if self.watchdog is not None:
             self.watchdog.tell_loss(reason)
         _abort_groups()
-        shut_down(self._made or {*open_sockets()} - self._kept, self._ports())
+        self._shut_down()
+        threading.Thread(target=self._keep_shut, daemon=True).start()
+
+    def _shut_down(self) -> None:
+        shut_down({*open_sockets()} - self._kept if self._made is None else self._made, self._ports())
+
+    def _keep_shut(self) -> None:
+        """End also connections that the main thread makes, or completes, until it notices the loss."""
+        while not self._has_gone.wait(10 * POLL_S):
+            with self._loss_lock:
+                if not self._has_gone.is_set():  # then it connects with others
+                    self._shut_down()
 
     def _ports(self) -> set[int]:
         """Return the ports that this process serves: other processes still need them."""
@@ -286,6 +299,8 @@ class Members:
 
     def _leave_epoch(self) -> None:
         """Stop the watchdog and forget the process groups of this epoch, whose connections have ended."""
+        with self._loss_lock:
+            self._has_gone.set()
         self._stop_watching()
         _destroy_groups()
         self.store = None
@@ -375,22 +390,27 @@ class Members:
     def _ask(self, number: int) -> Liveness:
         """Return what is known of a process now; that it has ended is kept."""
         member = self.book[number]
-        answer = ask(member.host, member.responder, ANSWER_S)
+        answer, self._left[number] = ask(member.host, member.responder, ANSWER_S)
         if answer is Liveness.ENDED:
             self._dead.add(number)
         return answer
 
     def _reach(self, number: int) -> Any:
-        """Return a connection to a process's store; None where it does not answer."""
-        if self._ask(number) is not Liveness.YES:
-            return None
-        with contextlib.suppress(RuntimeError):
-            return _connect_store(self.book[number])
+        """Return a connection to a process's store; None where it does not answer.
+
+        The store of one that answers may be late, and is tried again: others find it, and it must not be passed over.
+        """
+        end_s = time.monotonic() + self._limit_s
+        while self._ask(number) is Liveness.YES and time.monotonic() < end_s:
+            with contextlib.suppress(RuntimeError):
+                return _connect_store(self.book[number])
         return None
 
     def _state_of(self, rank: int, is_silent: bool) -> str | None:
         """Return what is wrong with the process of a rank: one that only does not answer may be late."""
-        answer = self._ask(self._ranks[rank])
+        answer = self._ask(number := self._ranks[rank])
+        if self._left[number] >= self.epoch.number:  # and it could tell nobody
+            self._lose(f"the process of rank {rank} has left, since ranks are lost")
         return answer.value if answer is Liveness.ENDED or (is_silent and answer is Liveness.NONE) else None
 
     def _state_of_keeper(self) -> str | None:
@@ -407,8 +427,8 @@ class Members:
     # As one of the others
 
     def _follow(self, leader: int, store: Any) -> Epoch | ExitCode | None:
-        """Sign in and wait for a decision; None: the leader does not answer any more, or takes too long."""
-        end_s = time.monotonic() + 2 * self._limit_s + 2 * GRACE_S
+        """Sign in and wait for a decision; None: the leader does not answer any more, takes too long, or is none."""
+        look_s, end_s = time.monotonic() + GRACE_S, time.monotonic() + 2 * self._limit_s + 2 * GRACE_S
         next_s = 0.0
         guard = self._guard(leader)
         try:
@@ -424,6 +444,10 @@ class Members:
                     return self._bid_farewell(store, ExitCode.STOPPED)
                 if store.check([NEWS]):
                     self._hear(Epoch.of(json.loads(store.get(NEWS))))
+                if time.monotonic() > look_s:
+                    look_s = time.monotonic() + GRACE_S
+                    if self._has_passed_over(leader):
+                        return None
                 if self.number in self.epoch.members and time.monotonic() > end_s:
                     self._blamed.add(leader)
                     return None
@@ -455,6 +479,11 @@ class Members:
         mine = self._server.port, os.getpid(), socket.gethostname()
         (self.number,) = (each.number for each in epoch.joined if (each.port, each.pid, each.machine) == mine)
         self.epoch = epoch
+
+    def _has_passed_over(self, leader: int) -> bool:
+        """Return whether a lower process answers now that did not when the leader was looked for."""
+        passed_over = [each for each in self.book if each < leader and each not in self._dead | self._blamed]
+        return any(self._ask(each) is Liveness.YES for each in passed_over)
 
     def _guard(self, leader: int) -> threading.Event:
         """End the connection to the leader's store where it does not answer, until the event is set."""

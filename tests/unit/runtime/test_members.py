@@ -1,0 +1,205 @@
+"""Fact: every process of an elastic run finds the same leader, and none waits for one that has left."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from megatron3d.errors import ExitCode, RunFailed
+from megatron3d.runtime import members as place
+from megatron3d.runtime.connections import Liveness, Responder, ask
+from megatron3d.runtime.epochs import Epoch, Member, Note
+from megatron3d.runtime.launcher_env import LauncherEnv
+from megatron3d.runtime.members import Members
+from megatron3d.runtime.watchdog import Losses, Watchdog
+
+LIMIT_S = 20.0
+Make = Callable[[int], Members]
+
+
+class NoConnect:
+    """Connects nobody: these processes only talk over their stores."""
+
+    def meet(self, env: LauncherEnv, epoch: int) -> Any:
+        raise ConnectionError("no ranks")
+
+    def watch(self, env: LauncherEnv, epoch: int, losses: Losses) -> Watchdog:
+        raise ConnectionError("no ranks")
+
+
+def member(number: int, port: int, responder: int) -> Member:
+    return Member(number, "127.0.0.1", port, responder, socket.gethostname(), os.getpid())
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Return a function that makes the process of a number, all of which know each other."""
+    made: dict[int, Members] = {}
+
+    def make_one(number: int) -> Members:
+        one = Members(LauncherEnv(rank=number, world_size=3), NoConnect(), LIMIT_S)
+        made[number] = one
+        for each in made.values():
+            each.book = {n: member(n, other._server.port, other._responder.port) for n, other in made.items()}
+        return one
+
+    yield make_one
+    for each in made.values():
+        each._has_gone.set()
+
+
+def test_the_responder_says_which_epoch_was_left() -> None:
+    responder = Responder()
+    assert ask("127.0.0.1", responder.port, 1.0) == (Liveness.YES, -1)
+    responder.left = 12
+    assert ask("127.0.0.1", responder.port, 1.0) == (Liveness.YES, 12)
+
+
+def test_a_process_that_has_left_the_epoch_is_a_loss_for_the_one_before_it(make: Make) -> None:
+    """It could not tell: nobody would notice, since it lives, and all would wait for it until the timeout."""
+    first, second = make(0), make(1)
+    assert first._state_of(1, is_silent=False) is None and not first._lost.is_set()
+    second._responder.left = first.epoch.number
+    assert first._state_of(1, is_silent=False) is None and first._lost.is_set()
+    assert not first._blamed, "it is no culprit"
+    first.epoch = Epoch(1, (0, 1))
+    first._fresh_loss()
+    assert first._state_of(1, is_silent=False) is None and not first._lost.is_set(), "that was an epoch before"
+
+
+def test_connections_that_are_made_while_a_loss_is_told_end_as_well(make: Make) -> None:
+    one = make(0)
+    with contextlib.ExitStack() as open_ones:
+        server = open_ones.enter_context(socket.create_server(("127.0.0.1", 0)))
+
+        def connect() -> socket.socket:
+            return open_ones.enter_context(socket.create_connection(server.getsockname(), timeout=3.0))
+
+        before = connect()
+        one._lose("a rank is lost")
+        after = connect()
+        assert before.recv(1) == b"" and after.recv(1) == b""
+        one._leave_epoch()
+        later = connect()
+        later.settimeout(1.5)
+        with pytest.raises(TimeoutError):
+            later.recv(1)
+
+
+def test_a_store_that_is_late_is_tried_again(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that led itself instead would wait for the others, and they for it."""
+    make(0)
+    one, calls = make(1), list[int]()
+    connect = place._connect_store
+
+    def late(other: Member) -> Any:
+        calls.append(other.number)
+        if len(calls) < 3:
+            raise RuntimeError("The client socket has timed out")
+        return connect(other)
+
+    monkeypatch.setattr(place, "_connect_store", late)
+    leader, store = one._find_leader()
+    assert leader == 0 and store.check(["anything"]) is False and calls == [0, 0, 0]
+
+
+def test_a_leader_that_did_not_answer_once_is_found_later(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that waited at the wrong one would be waited for by all others."""
+    monkeypatch.setattr(place, "GRACE_S", 0.2)
+    make(0)
+    make(1)
+    one = make(2)
+    began_s = time.monotonic()
+    assert one._follow(1, place._connect_store(one.book[1])) is None
+    assert time.monotonic() - began_s < LIMIT_S / 2 and not one._blamed
+    assert one._find_leader()[0] == 0
+
+
+def test_those_that_are_dead_or_blamed_lead_nobody(make: Make) -> None:
+    make(0)
+    make(1)
+    one = make(2)
+    one._blamed.add(0)
+    assert one._find_leader()[0] == 1 and not one._has_passed_over(1)
+    one._dead.add(1)
+    assert one._find_leader() == (2, None)
+
+
+def test_a_process_that_ended_is_known_to_be_dead(make: Make) -> None:
+    one = make(0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    one.book[1] = member(1, port, port)
+    assert one._reach(1) is None and one._dead == {1}
+
+
+def sign_in(leader: Members, number: int, epoch: Epoch, lost: Sequence[int] = ()) -> None:
+    leader._server.set(f"present/{number}", json.dumps(asdict(Note(1, epoch, tuple(lost)))))
+
+
+def halve(num_ranks: int) -> tuple[int, Mapping[str, Any]]:
+    return num_ranks // 2, {"changes": {}}
+
+
+def test_the_leader_leaves_out_whom_others_blame(make: Make) -> None:
+    one = make(0)
+    make(1)
+    make(2)
+    sign_in(one, 1, one.epoch, lost=[2])
+    decided = one._lead(halve)
+    assert isinstance(decided, Epoch)
+    assert (decided.number, decided.members, decided.lost, decided.spares) == (1, (0,), (2,), (1,))
+
+
+def test_the_leader_waits_for_spares(make: Make) -> None:
+    """They take the places of the lost: without the wait the layout would change."""
+    one = make(0)
+    make(1)
+    make(2)
+    one.epoch = Epoch(1, (0, 1), layout={"name": "pair"}, spares=(2,))
+    one._dead.add(1)
+    sign_in(one, 2, one.epoch)
+    decided = one._lead(halve)
+    assert isinstance(decided, Epoch)
+    assert (decided.members, decided.layout, decided.lost) == ((0, 2), {"name": "pair"}, (1,))
+
+
+def test_notes_from_before_an_epoch_do_not_count(make: Make) -> None:
+    one = make(0)
+    make(1)
+    one.epoch = Epoch(2, (0, 1))
+    sign_in(one, 1, Epoch(1, (0, 1)))
+    assert [*dict(one._valid_notes())] == [0]
+    sign_in(one, 1, one.epoch)
+    assert [*dict(one._valid_notes())] == [0, 1]
+
+
+def test_where_no_layout_fits_all_are_told(make: Make) -> None:
+    one = make(0)
+    other = make(1)
+    other._attempt = 1
+    sign_in(one, 1, one.epoch)
+
+    def refuse(num_ranks: int) -> tuple[int, Mapping[str, Any]]:
+        raise RunFailed(f"no layout of {num_ranks} ranks")
+
+    one._dead.add(2)
+    with pytest.raises(RunFailed, match="no layout of 2 ranks"):
+        one._lead(refuse)
+    with pytest.raises(RunFailed, match="no layout of 2 ranks"):
+        other._follow(0, place._connect_store(other.book[0]))
+
+
+def test_a_spare_ends_with_the_run(make: Make) -> None:
+    one, spare = make(0), make(1)
+    one.epoch = spare.epoch = Epoch(1, (0,), spares=(1,))
+    one._server.set(place.ENDED, str(int(ExitCode.STOPPED)))
+    assert spare._follow(0, place._connect_store(spare.book[0])) is ExitCode.STOPPED
