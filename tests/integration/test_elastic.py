@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from megatron3d.checkpoint.store import latest
 from megatron3d.errors import ExitCode
 from megatron3d.metrics.journal import read_journal
 from tests.support.tiny_run import launch_forked, launch_local, launch_ranks, steps, write_config
@@ -282,6 +283,20 @@ def test_the_launcher_lets_the_others_finish(tmp_path: Path) -> None:
     launched.send_signal(signal.SIGTERM)
     _, errors = launched.communicate(timeout=60)
     assert launched.returncode == ExitCode.STOPPED, errors
+
+
+def test_where_no_layout_fits_the_run_fails_and_keeps_its_checkpoint(tmp_path: Path) -> None:
+    """Four context ranks are part of the configuration, and three are left."""
+    path = program(tmp_path, "loop.train_step", [(3, 8)])
+    config = ["--config", str(write_config(tmp_path)), "parallel.context_parallel_size=4"]
+    launched = launch_forked(path, 4, *config, *KEYS)
+    try:
+        _, errors = launched.communicate(timeout=100)
+    finally:
+        launched.kill()
+    assert launched.returncode == ExitCode.CRASH, errors
+    assert "no layout of this model on 3 ranks or fewer is valid with train.global_batch_size=" in errors
+    assert latest(tmp_path / "run") == tmp_path / "run" / "iter_0000006"
 
 
 def test_without_the_key_nothing_changes(tmp_path: Path) -> None:
