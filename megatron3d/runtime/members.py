@@ -36,7 +36,7 @@ from megatron3d.runtime.connections import Liveness, Responder, ask, local_addre
 from megatron3d.runtime.epochs import Epoch, Member, Note, Planner, choose, newest
 from megatron3d.runtime.joining import Meeting, read_meeting
 from megatron3d.runtime.launcher_env import LauncherEnv
-from megatron3d.runtime.machine import GPU_BACKEND
+from megatron3d.runtime.machine import CPU_BACKEND, GPU_BACKEND
 from megatron3d.runtime.watchdog import Losses, Watchdog
 
 # The leader waits so long for a process that may live but does not answer; one whose store answers, and which is late,
@@ -684,9 +684,14 @@ def _abort_groups() -> None:
 
 
 def _destroy_groups() -> None:
-    """Forget all process groups, whatever state they are in."""
+    """Forget all process groups, whatever state they are in.
+
+    torch also counts one that was not made, and ranks with other counts would meet the others' next one at other keys
+    of the store: the count begins again with the end of a group of all ranks.
+    """
     import torch.distributed as dist
 
-    if dist.is_initialized():
-        with contextlib.suppress(RuntimeError, ValueError):
-            dist.destroy_process_group()
+    if not dist.is_initialized():
+        dist.init_process_group(CPU_BACKEND, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    with contextlib.suppress(RuntimeError, ValueError):
+        dist.destroy_process_group()

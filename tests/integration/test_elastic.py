@@ -163,6 +163,20 @@ def test_a_loss_while_a_checkpoint_is_saved(tmp_path: Path, undisturbed: list[fl
     assert_equal(tmp_path, undisturbed)
 
 
+def test_a_rank_that_cannot_connect_is_waited_for_by_nobody(tmp_path: Path, undisturbed: list[float]) -> None:
+    """Rank 2 does not reach the store of the second epoch, so that it cannot tell either: all begin another one."""
+    path = Path(program(tmp_path, "loop.train_step", [(3, 7)]))
+    fails = "    watch, watched = process._Connect.watch, []\n    def watches(*arguments):\n        watched.append(1)\n"
+    fails += "        if os.environ['RANK'] == '2' and len(watched) == 2:\n"
+    fails += "            raise OSError('the store cannot be reached')\n"
+    fails += "        return watch(*arguments)\n    process._Connect.watch = watches\n    sys.exit"
+    path.write_text(path.read_text().replace("    sys.exit", fails))
+    text = survive(tmp_path, 4, str(path))
+    assert "rank 2 cannot connect: the store cannot be reached" in text and "has left, since ranks are lost" in text
+    assert_equal(tmp_path, undisturbed)
+    assert [details["lost"] for details in replans(tmp_path)] == [[]]
+
+
 def test_a_rank_that_hangs_is_left_out(tmp_path: Path, undisturbed: list[float]) -> None:
     path = program(tmp_path, "loop.train_step", [(2, 7)], HANG)
     text = survive(tmp_path, 4, path, "train.distributed_timeout_minutes=0.1")
