@@ -196,16 +196,16 @@ def difference(rows: Sequence[Mapping[str, Any]], expected: Mapping[int, float])
     return max((abs(row["lm_loss"] - expected[row["iteration"]]) for row in rows), default=1.0)
 
 
-def steps_of(folder: Path, layout: int) -> list[list[Step]]:
-    """Return the steps of each process in its how manieth layout."""
+def steps_of(folder: Path) -> list[list[Step]]:
+    """Return the steps of each process."""
     lines = [[line.split() for line in path.read_text().splitlines()] for path in sorted(folder.glob("steps-*"))]
-    steps = [[Step(int(number), float(end_s), float(cpu_s)) for number, end_s, cpu_s in each] for each in lines]
-    return [found for each in steps if (found := [step for step in each if step.layout == layout])]
+    return [[Step(int(layout), float(end_s), float(cpu_s)) for layout, end_s, cpu_s in each] for each in lines]
 
 
 def step_times(folder: Path, layout: int) -> tuple[float, float]:
     """Return the median seconds of a step in a layout, and of the CPU time that it takes of one process."""
-    pairs = [pair for steps in steps_of(folder, layout) for pair in pairwise(steps[WARMUP:])]
+    timed = [[step for step in steps if step.layout == layout][WARMUP:] for steps in steps_of(folder)]
+    pairs = [pair for steps in timed for pair in pairwise(steps)]
     walls, cpus = zip(*((later.end_s - step.end_s, later.cpu_s - step.cpu_s) for step, later in pairs), strict=True)
     return statistics.median(walls), statistics.median(cpus)
 
@@ -255,8 +255,8 @@ def measure(case: Case, data: Path, expected: Mapping[int, float]) -> dict[str, 
         journal = read_journal(folder / "run" / "metrics.jsonl")
         rows, replans = rows_of(folder), [row["replan_details"] for row in journal if "replan_details" in row]
         killed_s = float((folder / "killed").read_text()) if (folder / "killed").exists() else None
-        steps = [step for layout in (2, 3) for each in steps_of(folder, layout) for step in each]
-        later = [step.end_s for step in steps if step.end_s > (killed_s or 0)]
+        steps = [step for steps in steps_of(folder) for step in steps]
+    later = [step.end_s for step in steps if step.layout > 1 and step.end_s > (killed_s or 0)]
     faults = list(faults_of(code, rows, expected))
     if killed_s is None or not replans:
         faults.append("nothing was lost")
