@@ -581,9 +581,10 @@ class Members:
         """Return the notes of all processes that are here, this one's included; None where the run has ended.
 
         Spares look less often for their leader's end than ranks that train notice it, and are waited for a while.  A
-        spare that leads waits until one that trained has signed in, or none of them is left.
+        spare that leads waits until one that trained has signed in, or none of them is left, nor has answered for long.
         """
-        began_s, silent = time.monotonic(), set[int]()
+        began_s = heard_s = time.monotonic()
+        silent = set[int]()
         while not self._server.check([ENDED]):
             notes = dict(self._valid_notes())
             members, spares = newest(notes).members, newest(notes).spares
@@ -593,7 +594,9 @@ class Members:
             if not missing:
                 return notes
             waited_s = time.monotonic() - began_s
-            self._probe(missing)
+            heard_s = time.monotonic() if self._probe(missing) or has_active else heard_s
+            if time.monotonic() - heard_s > self._limit_s:
+                silent |= {*missing}
             if waited_s > GRACE_S and has_active:
                 silent |= {each for each in missing if each in spares or self._ask(each) is not Liveness.YES}
             if waited_s > self._limit_s + GRACE_S and has_active:
@@ -612,10 +615,10 @@ class Members:
             if number not in last.members or note.epoch.number == last.number:
                 yield number, note
 
-    def _probe(self, numbers: Sequence[int]) -> None:
-        """Find out which of some processes have ended, many at once."""
+    def _probe(self, numbers: Sequence[int]) -> bool:
+        """Find out which of some processes have ended, many at once; return whether any of them answers."""
         with ThreadPoolExecutor(PROBES) as pool:
-            list(pool.map(self._ask, numbers))
+            return Liveness.YES in [*pool.map(self._ask, numbers)]
 
     # The end
 

@@ -172,6 +172,21 @@ def test_the_leader_waits_for_spares(make: Make) -> None:
     assert (decided.members, decided.layout, decided.lost) == ((0, 2), {"name": "pair"}, (1,))
 
 
+def test_spares_do_not_wait_for_machines_that_are_gone(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody says that they have ended: what does not answer for as long as a run may stand still is lost."""
+    monkeypatch.setattr(place, "ANSWER_S", 0.1)
+    make(0)
+    spare = make(1)
+    spare._limit_s, spare.epoch = 1.5, Epoch(1, (0,), spares=(1,))
+    with socket.create_server(("127.0.0.1", 0)) as server:  # accepts, and says nothing
+        port = server.getsockname()[1]
+        spare.book[0] = member(0, port, port)
+        began_s = time.monotonic()
+        decided = spare._lead(halve)
+    assert isinstance(decided, Epoch) and time.monotonic() - began_s > 1.5
+    assert (decided.members, decided.lost) == ((1,), (0,))
+
+
 def test_notes_from_before_an_epoch_do_not_count(make: Make) -> None:
     one = make(0)
     make(1)
