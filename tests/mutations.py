@@ -172,6 +172,20 @@ MUTATIONS = [
         (*ELASTIC, "-k", "slow_rank_is_left_out"),
     ),
     Mutation(
+        "a process whose store is late leads nobody",
+        "runtime/members.py",
+        "while self._ask(number) is Liveness.YES and time.monotonic() < end_s:",
+        "if self._ask(number) is Liveness.YES:",
+        ("tests/unit/runtime/test_members.py",),
+    ),
+    Mutation(
+        "a rank that has left and told nobody is waited for",
+        "runtime/members.py",
+        "if self._left[number] >= self.epoch.number:",
+        "if self._left[number] > self.epoch.number:",
+        ("tests/unit/runtime/test_members.py",),
+    ),
+    Mutation(
         "a run is interrupted for processes that it has no use for",
         "train/replan.py",
         ".num_ranks > spec.world_size",
