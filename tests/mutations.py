@@ -89,6 +89,7 @@ class Mutation(NamedTuple):
 
 
 FP8_PREDICTIONS = ("tests/integration/test_fp8_predictions.py",)
+FP8_PARAM_PREDICTIONS = ("tests/integration/test_fp8_params.py", "-k", "predicted")
 FP8_TIMES = ("tests/unit/forecast/time/test_fp8_times.py",)
 
 
@@ -128,6 +129,41 @@ MUTATIONS = [
         "        return self.born(size.numel * self.value)",
         "return 0",
         FP8_PREDICTIONS,
+    ),
+    Mutation(
+        "predictions leave out the scales of weights that are stored in fp8",
+        "forecast/memory/flat_buffers.py",
+        "else 2 * LARGEST_BYTES * self.blocks.num_blocks",
+        "else 0 * LARGEST_BYTES * self.blocks.num_blocks",
+        FP8_PARAM_PREDICTIONS,
+    ),
+    Mutation(
+        "predictions forget that axes split a weight that is one block",
+        "forecast/time/traffic.py",
+        "(*by_shards.items(), *by_axes.items())",
+        "by_shards.items()",
+        FP8_PARAM_PREDICTIONS,
+    ),
+    Mutation(
+        "predictions put weights that are stored in fp8 into the flat buffers of others",
+        "forecast/memory/flat_buffers.py",
+        'unit_of(path) if is_by_block else "", shared, count > 0',
+        'unit_of(path) if is_by_block else "", shared, False',
+        FP8_PARAM_PREDICTIONS,
+    ),
+    Mutation(
+        "predictions transpose no weight that is stored in fp8",
+        "model/fp8_workspaces.py",
+        'shard = self.born(stored.num_bytes * (dims == "KN"))',
+        "shard = 0",
+        FP8_PARAM_PREDICTIONS,
+    ),
+    Mutation(
+        "predictions quantize weights of fp16 in fp16",
+        "model/fp8_workspaces.py",
+        "return local.itemsize if recipe.has_powers and not local.is_fp16 else local.wide",
+        "return local.itemsize if recipe.has_powers else local.wide",
+        FP8_PARAM_PREDICTIONS,
     ),
     Mutation(
         "predictions take every GPU for one with kernels of fp8",

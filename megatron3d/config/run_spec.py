@@ -123,7 +123,7 @@ class RunSpec:
         if train.fp8 is None:
             return None
         wide = {*range(train.num_layers_at_start_in_bf16), *range(last - train.num_layers_at_end_in_bf16, last)}
-        return Fp8(train.fp8_recipe, train.fp8, frozenset(wide), train.fp8_exclude)
+        return Fp8(train.fp8_recipe, train.fp8, frozenset(wide), train.fp8_exclude, train.fp8_param_gather)
 
     def loss_chunk(self, on_gpu: bool) -> LossChunk:
         """Return the largest chunk of the loss."""

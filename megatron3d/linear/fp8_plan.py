@@ -106,12 +106,14 @@ class Fp8:
     Attributes:
         recipe_name: key of `RECIPES`; formats_name: key of `FORMATS`.
         wide_layers: indices of layers whose linears keep the network's dtype; wide: patterns of linears that do.
+        stores_weights: weights are quantized once per step, and stored and all-gathered over ZeRO's axes as fp8.
     """
 
     recipe_name: str
     formats_name: str
     wide_layers: frozenset[int] = frozenset()
     wide: Sequence[str] = ()
+    stores_weights: bool = False
 
     @property
     def recipe(self) -> Recipe:
@@ -178,6 +180,11 @@ def num_blocks(blocks: Blocks, rows: float, summed: float) -> float:
     return math.prod(counts)
 
 
+def blocks_of_weight(recipe: Recipe, rows: int, features: int, num_matrices: int = 1) -> int:
+    """Return the blocks of a rank's part of a weight, or of as many matrices of equal size one below the other."""
+    return round(num_matrices * num_blocks(recipe.w, rows / num_matrices, features))
+
+
 class Quantization(NamedTuple):
     """Quantization of an operand.
 
@@ -201,6 +208,9 @@ class QuantizedMatmul:
 
     Operands are named by their dims, rows before the summed one: MK, NK, MN as forward and dgrad multiply them, and KN,
     NM, KM as dgrad and wgrad do.
+
+    Attributes:
+        stores_w: W is stored in fp8 (`Fp8.stores_weights`), of which backward takes the transpose.
     """
 
     recipe: Recipe
@@ -209,6 +219,7 @@ class QuantizedMatmul:
     m: int
     n: int
     k: int
+    stores_w: bool = False
 
     def stored(self, dims: str) -> OperandSize:
         """Return the shard of an operand that this rank quantizes where it is stored."""
@@ -226,7 +237,8 @@ class QuantizedMatmul:
         """
         plan, recipe = self.plan, self.recipe
         wide = flows(plan, self.mesh, self.m, self.n, self.k, itemsize, wgrad_itemsize=wgrad_itemsize)
-        forward, backward = [*self._reduced("MK"), *self._reduced("NK")], self._reduced("KN")
+        of_w, of_turned_w = ([], []) if self.stores_w else (self._reduced("NK"), self._reduced("KN"))
+        forward, backward = [*self._reduced("MK"), *of_w], of_turned_w
         backward += self._reduced("MN", self._layout("MN") if recipe.sends_dy else self._split("MN"))
         if not recipe.x.is_square:
             forward += self._reduced("KM")
@@ -252,6 +264,8 @@ class QuantizedMatmul:
         )
         dy = self.stored("MN") if recipe.sends_dy else self.multiplied("MN")
         turned = Quantization(self.multiplied("NM"), "other form" if recipe.sends_dy else "same pass")
+        if self.stores_w:
+            return forward[:-1], (Quantization(self.stored("KN"), "other form"), Quantization(dy), turned)
         return forward, (Quantization(self.stored("KN")), Quantization(dy), turned)
 
     def _blocks(self, dims: str) -> Blocks:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron3d.linear.fp8_plan import LARGEST_BYTES, OperandSize, QuantizedMatmul
+from megatron3d.linear.fp8_plan import LARGEST_BYTES, OperandSize, QuantizedMatmul, Recipe
 from megatron3d.model.local_sizes import LocalMatmul, LocalSizes
 from megatron3d.model.workspaces import LinearWork, Live
 from megatron3d.parallel.matmul_plan import moves
@@ -21,6 +21,16 @@ from megatron3d.parallel.matmul_plan import moves
 _FP32, _FP16 = 4, 2
 # Largest value, factor and inverse of a block.
 _NUMBERS = 3
+
+
+def restored_itemsize(local: LocalSizes, recipe: Recipe) -> int:
+    """Return the bytes of an element of an operand that is restored: bf16's where that holds it, else fp32's."""
+    return local.itemsize if recipe.has_powers and not local.is_fp16 else local.wide
+
+
+def scaled_itemsize(itemsize: int, restored: int) -> int:
+    """Return the bytes of an element that torch's operations scale, beside the value, before it is rounded to fp8."""
+    return itemsize if restored < _FP32 else _FP32 * (1 + (itemsize != _FP32))
 
 
 class _Memory(Live):
@@ -33,23 +43,28 @@ class _Memory(Live):
     def __init__(self, local: LocalSizes, fp8: QuantizedMatmul) -> None:
         super().__init__()
         self._local, self._fp8, self._has_kernels = local, fp8, local.kernels.multiplies_fp8
-        self.value = local.itemsize if fp8.recipe.has_powers else local.wide
+        self.value = restored_itemsize(local, fp8.recipe)
 
     def quantized(self, size: OperandSize, itemsize: int) -> int:
         """Let an operand of `itemsize` be quantized; return its bytes."""
         if not (self._local.kernels.on_gpu and self._fp8.recipe.block is not None):
-            scaled = _FP32 * (1 + (itemsize != _FP32))
-            if self.value < _FP32:
-                scaled = itemsize
+            scaled = scaled_itemsize(itemsize, self.value)
             self.dead(self.born((scaled + 1) * size.numel + _NUMBERS * LARGEST_BYTES * size.num_scales))
         return self.born(size.num_bytes)
 
     def operand(self, dims: str, table: Mapping[str, str], first: str) -> int:
-        """Let a stored operand be quantized and all-gathered; return the bytes that are multiplied."""
-        shard = self.quantized(self._fp8.stored(dims), self._local.itemsize)
+        """Let a stored operand be quantized and all-gathered; return the bytes that are multiplied.
+
+        W that is stored in fp8 is multiplied as it is, and its transpose is a copy.
+        """
+        stored = self._fp8.stored(dims)
+        if self._fp8.stores_w and set(dims) == {"N", "K"}:
+            shard = self.born(stored.num_bytes * (dims == "KN"))
+        else:
+            shard = self.quantized(stored, self._local.itemsize)
         if not moves(table):
             return shard
-        whole = self.gathered(self._local, shard, table, first)
+        whole = self.gathered(self._local, stored.num_bytes, table, first)
         self.dead(shard)
         return whole
 

@@ -33,6 +33,15 @@ SHARED_FC1, SHARED_FC2 = "mlp.shared_experts.fc1", "mlp.shared_experts.fc2"
 EXPERT_LINEARS = ("mlp.experts.fc1", "mlp.experts.fc2")
 MTP_LINEARS = ("hidden_proj", "embedding_proj")
 DOWN, Q_UP, KV_UP, GATE = ("attention.down", "attention.q_up", "attention.kv_up", "attention.gate_proj")
+LINEARS = frozenset(
+    (*(QKV, PROJ, FC1, FC2), *(DOWN, Q_UP, KV_UP, GATE), *(SHARED_FC1, SHARED_FC2), *EXPERT_LINEARS, *MTP_LINEARS)
+)
+
+
+def linear_of(path: str) -> str | None:
+    """Return the linear, by its path in its layer or module, whose weight is the parameter at `path`; None: none."""
+    name = path.split(".", 2)[-1].removeprefix("layer.").removesuffix(".weight")
+    return name if name in LINEARS and path.endswith(".weight") else None
 
 
 class LinearSize(NamedTuple):

@@ -142,6 +142,7 @@ class LocalSizes:
         is_compiled: the compiler makes one kernel of the operations between linears.
         records_logits: forward finds the largest logit of each head.
         fp8: linears that multiply in fp8; None: none does.
+        is_fp16: the network's dtype is fp16, which does not hold all values of fp8 times a power of 2.
         is_ahead: the layer is that of a module of multi-token prediction.
     """
 
@@ -163,6 +164,7 @@ class LocalSizes:
     is_compiled: bool = False
     records_logits: bool = False
     fp8: Fp8 | None = None
+    is_fp16: bool = False
     is_ahead: bool = False
 
     @cached_property
@@ -234,7 +236,12 @@ class LocalSizes:
         recipe = self.recipe_of(path)
         if recipe is None:
             return None
-        return QuantizedMatmul(recipe, matmul.plan, self.mesh, matmul.m, matmul.n, matmul.k)
+        return QuantizedMatmul(recipe, matmul.plan, self.mesh, matmul.m, matmul.n, matmul.k, self.stores_weights)
+
+    @property
+    def stores_weights(self) -> bool:
+        """Whether weights that multiply in fp8 are stored so."""
+        return self.fp8 is not None and self.fp8.stores_weights
 
     def recipe_of(self, path: str) -> Recipe | None:
         """Return the recipe of a linear of this layer, or of its experts, if it multiplies in fp8."""

@@ -1,12 +1,14 @@
 """Fact: weights that are stored and all-gathered in fp8 are the bits of those that are quantized where they multiply.
 
 Losses, gradients and updated weights of a run with `train.fp8_param_gather` are those without, bit for bit, in every
-ZeRO stage and layout.  Blocks are smaller than a recipe's, so that flat shards cut them.
+ZeRO stage and layout.  What they hold and send is predicted.  Blocks are smaller than a recipe's, so that flat shards
+cut them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,16 @@ from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
 from megatron3d.data.loader import BatchLoader
+from megatron3d.forecast.memory.rank import rank_memory
+from megatron3d.forecast.memory.step_spec import make_step_spec
+from megatron3d.forecast.time.traffic import step_flops, step_traffic
 from megatron3d.linear.fp8_plan import RECIPES
+from megatron3d.model.local_sizes import KERNELS
+from megatron3d.pipeline.lower import lower
 from megatron3d.train.checkpointing import load_state
 from megatron3d.train.state import TrainState, build_state, check_replicas
 from megatron3d.train.step import StepSettings, train_step
+from megatron3d.verify.dry_run import run_rank, step_totals, with_few_microbatches
 from megatron3d.verify.layouts import RandomSamples, differences
 from tests.support.checkpoints import save_state
 from tests.support.equality import MODELS, VOCAB_SIZE, configure, run_trace
@@ -143,6 +151,48 @@ def test_weights_are_a_byte_and_are_sent_as_one(stage: int) -> None:
         reduced = sum(call.wire_bytes for call in found["sent"] if call.collective == "all_reduce")
         others = reduced - (4 * sum(found["blocks"]) if stage else grads)
         assert 0 < others < 100, "loss, norm and the stop flag"
+
+
+KERNEL = replace(KERNELS["cpu"], num_received=0)  # as the process group of a dry run
+# Case and precision: all in bf16, and every third in another one.
+PREDICTED = [(name, "bf16") for name in CASES if name != "split experts"]
+PREDICTED += [(name, precision) for first, precision in ((1, "fp32"), (2, "fp16")) for name, _ in PREDICTED[first::3]]
+# Names of the peaks behind the last backward.
+UPDATE = ("reduction of gradients", "update", "quantization of weights")
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "tensorwise"])
+@pytest.mark.parametrize(("case", "precision"), PREDICTED)
+def test_a_dry_run_has_the_predicted_traffic_and_memory(case: str, recipe: str, precision: str) -> None:
+    """Calls, bytes sent and bytes held are exact; of a shard that cuts weights, all counts as quantized at once."""
+    num_ranks = CASES[case][2]
+    spec = RunSpec(fp8_config(case, recipe, True, precision=precision), num_ranks, VOCAB_SIZE, num_ranks - 1)
+    run, step = run_rank(with_few_microbatches(spec)), make_step_spec(spec, KERNEL)
+    dry, expected, memory = step_totals(run, lower(spec.schedule)[run.coord]), step_traffic(step), rank_memory(step)
+    assert dry.calls == expected.calls
+    assert dry.sent == pytest.approx(expected.sent)
+    assert dry.flops == step_flops(step)
+    held = memory.weights + memory.main_weights, memory.gradients, memory.optimizer
+    assert held == (
+        run.between["weights"] + run.between["main weights"],
+        run.between["gradients"],
+        run.between["optimizer"],
+    )
+    assert memory.total == pytest.approx(dry.peak, rel=0.02)
+    peaks = memory.transient_peaks
+    at_update = memory.total - max(peaks.values()) + max(map(peaks.__getitem__, UPDATE))
+    assert at_update == pytest.approx(dry.peaks[-1], rel=0.04)
+
+
+def test_peaks_of_whole_weights_are_predicted() -> None:
+    """That of backward has W^T, a copy; behind the update, quantization needs more than the update of a piece."""
+    spec = RunSpec(fp8_config("ZeRO 0", "tensorwise", True, precision="bf16"), 2, VOCAB_SIZE)
+    run, memory = run_rank(spec), rank_memory(make_step_spec(spec, KERNEL))
+    peaks, dry = memory.transient_peaks, step_totals(run, lower(spec.schedule)[run.coord])
+    assert peaks["quantization of weights"] > max(peaks["update"], peaks["reduction of gradients"])
+    at_update = memory.total - max(peaks.values()) + peaks["quantization of weights"]
+    assert at_update == pytest.approx(dry.peaks[-1], rel=0.002)
+    assert memory.total == pytest.approx(dry.peak, rel=0.002)
 
 
 NUM_MICROBATCHES = 2

@@ -37,7 +37,7 @@ from megatron3d.forecast.memory.activations import (
     run_activations,
     total_bytes,
 )
-from megatron3d.forecast.memory.flat_buffers import flat_buffer_sizes, held_params
+from megatron3d.forecast.memory.flat_buffers import FlatBufferSize, flat_buffer_sizes, held_params
 from megatron3d.forecast.memory.homes import home_state_bytes
 from megatron3d.forecast.memory.step_spec import StepSpec, make_step_spec
 from megatron3d.forecast.memory.sweep import Moment, Sweep
@@ -211,18 +211,24 @@ class MemoryOfRank:
         """Return the memory with these bytes of activations, residual shards in transfer and peaks."""
         step, local = self._step, self._step.local
         is_narrow = local.itemsize < local.wide
-        mine = sum(flat.shard for flat in self._flats)
-        whole = sum(flat.shard * flat.num_shards for flat in self._flats)
-        between_steps = (0 if is_narrow else mine) if step.shards(3) else whole
+        mine, whole = sum(flat.shard for flat in self._flats), sum(flat.whole for flat in self._flats)
+        apart = (flat.shard for flat in self._flats if flat.blocks or is_narrow)
         return RankMemory(
-            weights=between_steps * local.itemsize,
-            main_weights=mine * local.wide if is_narrow else 0,
+            weights=sum(_weight_bytes(flat, step.shards(3), is_narrow) for flat in self._flats),
+            main_weights=sum(apart) * local.wide,
             gradients=(mine if step.shards(2) else whole) * local.wide,
             optimizer=self._optimizer,
             activations=activations,
             buffers=shards + sum(buffers(step).values()),
             transient_peaks=peaks,
         )
+
+
+def _weight_bytes(flat: FlatBufferSize, is_sharded: bool, is_narrow: bool) -> int:
+    """Return the bytes of parameters between steps: sharded ones are the master weights, unless they are fp8."""
+    if not is_sharded:
+        return flat.whole * flat.itemsize + flat.table_bytes
+    return flat.shard * flat.itemsize * (flat.blocks is not None or not is_narrow) + flat.table_bytes
 
 
 def buffers(step: StepSpec) -> dict[str, int]:

@@ -135,6 +135,7 @@ def local_sizes(spec: RunSpec, kernels: KernelMemory) -> LocalSizes:
         is_compiled=spec.compiles(kernels.on_gpu),
         records_logits=spec.config.optimizer.qk_clip,
         fp8=spec.fp8,
+        is_fp16=train.precision == "fp16",
     )
     return replace(local, expert_load=expected_load(local, spec.config.parallel.expert_load_imbalance))
 

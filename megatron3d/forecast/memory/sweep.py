@@ -22,6 +22,7 @@ from megatron3d.forecast.memory.flat_buffers import FlatBufferSize, unit_of
 from megatron3d.forecast.memory.homes import home_bytes
 from megatron3d.forecast.memory.sharded_state import FsdpUnitSize, GradientBuffer, ShardedState
 from megatron3d.forecast.memory.step_spec import StepSpec
+from megatron3d.model.fp8_workspaces import restored_itemsize, scaled_itemsize
 from megatron3d.model.local_sizes import LocalSizes
 from megatron3d.model.operation import Operation, kept_by
 from megatron3d.model.operations import ahead_operations, embedding_operations, head_operations, layer_operations
@@ -328,7 +329,7 @@ class Sweep:
         step = self._step
         if not step.shards(3):
             return 0
-        return sum(flat.shard * flat.num_shards for flat in self._flats if flat.block == path) * step.local.itemsize
+        return sum(flat.whole * flat.itemsize for flat in self._flats if flat.block == path)
 
     def moments(self, actions: Sequence[Action]) -> Iterator[Moment]:
         """Yield the moment of each action of the rank's lowered list, and of the end of the step."""
@@ -355,8 +356,10 @@ class Sweep:
         top = state.live
         while state.reductions:
             top = max(top, state.advance())
-        updated = state.live + update_bytes(step, self._flats)
-        yield Moment(0, 0, least, {"reduction of gradients": top, "update": updated}, max(top, updated))
+        tops = {"reduction of gradients": top, "update": state.live + update_bytes(step, self._flats)}
+        if step.local.stores_weights:
+            tops["quantization of weights"] = state.live + quantization_bytes(step.local, self._flats)
+        yield Moment(0, 0, least, tops, max(tops.values()))
 
     def start(self) -> ShardedState:
         """Return the state in which a step begins."""
@@ -364,7 +367,7 @@ class Sweep:
         mesh, sent = local.mesh, step.reduce_itemsize
         buffers = []
         for flat in self._flats:
-            whole, is_sharded = flat.shard * flat.num_shards, flat.num_shards > 1
+            whole, is_sharded = flat.whole, flat.num_shards > 1
             rest = mesh.nontrivial(mesh.without(flat.reduce_axes, flat.zero_axes)) if flat.zero_axes else ()
             received = total = 0
             if is_sharded:
@@ -597,6 +600,17 @@ def _offloaded_bytes(part: StagePart) -> int:
 def update_bytes(step: StepSpec, flats: Sequence[FlatBufferSize]) -> int:
     """Return the bytes that the update allocates: pieces that it computes, and matrices on their way home."""
     return max(max(_pieces_bytes(step, rule, flats) for rule in step.rule.all), home_bytes(step, flats))
+
+
+def quantization_bytes(local: LocalSizes, flats: Sequence[FlatBufferSize]) -> int:
+    """Return the bytes by which weights that are stored in fp8 are quantized behind the update, one after another.
+
+    They are the values in the network's dtype, then scaled, in fp32 unless bf16 is exact, and in fp8.
+    """
+    assert local.fp8 is not None, "weights are stored in fp8"
+    piece = max((min(flat.blocks.piece, flat.shard) for flat in flats if flat.blocks), default=0)
+    value = local.itemsize
+    return (value + scaled_itemsize(value, restored_itemsize(local, local.fp8.recipe)) + 1) * piece
 
 
 def _pieces_bytes(step: StepSpec, rule: UpdateRule, flats: Sequence[FlatBufferSize]) -> int:

@@ -75,13 +75,24 @@ class DataAxisBound:
         tax: slowdown of computation by each second of them.
     """
 
-    def __init__(self, machine: Machine, arch: Architecture, mode: Mode, experts: ExpertChoice, weights: int) -> None:
+    def __init__(
+        self,
+        machine: Machine,
+        arch: Architecture,
+        mode: Mode,
+        experts: ExpertChoice,
+        weights: int,
+        *,
+        stores_weights: bool,
+    ) -> None:
         """Count the parameters of ranks.
 
         Args:
             arch: model with one narrow expert, unless each rank has all of them.
             weights: parameters of a layer on a rank, experts included.
+            stores_weights: they are all-gathered in fp8, all of them by this bound.
         """
+        self._stores_weights = stores_weights
         self._plain = Mesh(((PIPELINE, 1), *stage_axes(mode, 2)))  # of which gradients are reduced over data
         self._machine, self._num_layers, self._context = machine, arch.num_layers, self._plain.size(mode.context)
         self._held = ParamCounts.of(arch, mode, self._plain).layer
@@ -100,7 +111,10 @@ class DataAxisBound:
             copies = max(inner // self._ranks, 1)
             sizes = (DATA[1], ring * inner // (self._ranks * copies)), ("copies", copies), ("inside", self._ranks)
             meshes.append((Mesh(((PIPELINE, ranks), *sizes)), {(DATA[1], "copies"): self._experts * part}))
-        found = [data_axis_time(held, mesh, self._machine, is_sharded, (1, 1), math.inf) for mesh, held in meshes]
+        found = [
+            data_axis_time(held, mesh, self._machine, is_sharded, (1, 1), math.inf, stored=stored)
+            for mesh, held, stored in ((*each, each[1] if self._stores_weights else {}) for each in meshes)
+        ]
         return sum(each.sums.total for each in found), sum(each.gathers.total for each in found)
 
     def seconds(self, share: PipelineShare) -> tuple[float, float]:
@@ -208,7 +222,8 @@ class LayoutBound:
     def least_bytes(self, share: PipelineShare, most: float = math.inf) -> float:
         """Return the bytes of weights, gradients, optimizer, and the activations of 1F1B's first rank; without these
         where the others are more than `most`."""
-        size, wide, context = self._local.itemsize, self._local.wide, self._local.mode.context
+        wide, context = self._local.wide, self._local.mode.context
+        size = 1 if self._local.stores_weights else self._local.itemsize
         main = 0 if size == wide else wide
         ranks = share.data * self._local.mesh.size(context)
         parts = [1 / ranks if share.zero_stage >= stage else 1 for stage in (1, 2, 3)]
@@ -321,7 +336,8 @@ def _groups_with(
         assert arch.experts is not None, "only experts are folded"
         reduced = replace(arch, experts=replace(arch.experts, num_experts=1, ffn_hidden_size=1))
     held = sum(ParamCounts.of(arch, mode, mesh).layer.values())
-    along_data = DataAxisBound(problem.machine, reduced, spec.mode, experts, held)
+    stores_weights = spec.fp8 is not None and spec.fp8.stores_weights
+    along_data = DataAxisBound(problem.machine, reduced, spec.mode, experts, held, stores_weights=stores_weights)
     weights = arch.num_layers * held
     batch, load = problem.config.train.global_batch_size, problem.config.parallel.expert_load_imbalance
     rest, data = problem.num_ranks // (tensor.size * context.size), mesh.size(DATA[1:])

@@ -10,10 +10,13 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 from megatron3d.forecast.time.breakdown import SLOWDOWN, TimeBreakdown, exposed_time
 from megatron3d.forecast.time.layer import Machine
+from megatron3d.linear.fp8_plan import Fp8
+from megatron3d.model.linear_spec import linear_of
 from megatron3d.model.param_spec import EMBEDDING, param_specs
 from megatron3d.model.spec import Architecture, pattern_length
 from megatron3d.model.stage_plan import Stage
@@ -33,15 +36,18 @@ class ParamCounts(NamedTuple):
     head: Counts
 
     @staticmethod
-    def of(arch: Architecture, mode: Mode, mesh: Mesh) -> ParamCounts:
-        """Count the parameters of a model on a mesh."""
+    def of(arch: Architecture, mode: Mode, mesh: Mesh, stored: Fp8 | None = None) -> ParamCounts:
+        """Count the parameters of a model on a mesh, all of them or those that are `stored` in fp8."""
         tables: dict[str, Counter[Axes]] = {"layers": Counter(), "embedding": Counter(), "head": Counter()}
         num_layers = 1 if arch.experts is None else pattern_length(arch)
         for path, spec in param_specs(replace(arch, num_layers=num_layers), mode).items():
             part = path.partition(".")[0]
-            tables[part if part in tables else "head"][spec.reduce_axes(mesh)] += math.prod(spec.local_shape(mesh))
+            size = math.prod(spec.local_shape(mesh))
+            if stored is not None:
+                size = round(size * _stored_share(path, stored, arch.num_layers, num_layers))
+            tables[part if part in tables else "head"][spec.reduce_axes(mesh)] += size
             if path == EMBEDDING and arch.tie_embeddings:
-                tables["head"][spec.reduce_axes(mesh)] += math.prod(spec.local_shape(mesh))
+                tables["head"][spec.reduce_axes(mesh)] += size
         layer = {axes: count // num_layers for axes, count in tables["layers"].items()}
         return ParamCounts(layer, tables["embedding"], tables["head"])
 
@@ -58,6 +64,16 @@ class ParamCounts(NamedTuple):
         return total
 
 
+def _stored_share(path: str, fp8: Fp8, num_layers: int, length: int) -> float:
+    """Return in which part of the layers that a layer of a pattern stands for a parameter is stored in fp8."""
+    owner, index, *rest = path.split(".")
+    if linear_of(path) is None:
+        return 0.0
+    places = range(int(index), num_layers, length) if owner == "layers" else (index,)
+    name = ".".join(rest).removesuffix(".weight")
+    return sum(fp8.takes(f"{owner}.{place}.{name}") for place in places) / len(places)
+
+
 class DataAxisTime(NamedTuple):
     """Seconds per step of gradient reductions and of weight all-gathers, and of the last bucket's reduction."""
 
@@ -72,18 +88,31 @@ def collectives_per_step(zero_stage: int, num_microbatches: int) -> tuple[int, i
 
 
 def data_axis_time(
-    counts: Counts, mesh: Mesh, machine: Machine, zero_stage: int, times: tuple[int, int], bucket_bytes: float
+    counts: Counts,
+    mesh: Mesh,
+    machine: Machine,
+    zero_stage: int,
+    times: tuple[int, int],
+    bucket_bytes: float,
+    *,
+    stored: Counts = MappingProxyType({}),
 ) -> DataAxisTime:
-    """Return the time of a rank's parameters; `times` is the result of `collectives_per_step`."""
+    """Return the time of a rank's parameters.
+
+    Args:
+        times: result of `collectives_per_step`.
+        stored: those that are all-gathered as one byte each, since they are stored in fp8.
+    """
     wide = max(machine.device.itemsize, 4)
     itemsize, sums = machine.profile.reduce_itemsize or wide, TimeBreakdown()
     tail = 0.0
     shared = mesh.zero if zero_stage else ()
-    gathered: Counter[Axes] = Counter()
+    gathered, narrower = Counter[Axes](), Counter[Axes]()
     for axes, count in counts.items():
         rest = mesh.without(axes, shared)
         shards = mesh.without(shared, mesh.without(shared, axes))  # experts may be distributed over some of them
         gathered[shards] += count
+        narrower[shards] += stored.get(axes, 0)
         pieces, whole = _reduction_calls(shards, rest, count * itemsize, mesh), TimeBreakdown()
         num_buckets = max(1.0, count * wide / bucket_bytes)
         num_calls = num_buckets if machine.profile.reduces_buckets else 1.0
@@ -93,7 +122,8 @@ def data_axis_time(
         tail += whole.total / num_buckets
     gathers = TimeBreakdown()
     for shards, count in gathered.items():
-        gather = ring("all_gather", shards, count * machine.device.itemsize, mesh)
+        num_bytes = count * machine.device.itemsize - narrower[shards] * (machine.device.itemsize - 1)
+        gather = ring("all_gather", shards, num_bytes, mesh)
         num_calls = max(1.0, count * wide / bucket_bytes) if machine.profile.reduces_buckets else 1.0
         gather_s = times[1] * _in_pieces_s(gather, num_calls, mesh, machine) if shards else 0.0
         gathers = gathers.plus(exposed_time(shards, gather_s))

@@ -40,7 +40,7 @@ from megatron3d.forecast.time.layer import (
     times_of,
 )
 from megatron3d.forecast.time.practices import GRADIENTS, OURS, STAGES, WEIGHTS, ExecutionProfile
-from megatron3d.forecast.time.update import update_s
+from megatron3d.forecast.time.update import quantization_s, update_s
 from megatron3d.model.local_sizes import LocalSizes
 from megatron3d.model.operations import ahead_operations, embedding_operations, head_operations
 from megatron3d.model.spec import NO_RECOMPUTE
@@ -119,6 +119,16 @@ class SimulatedStep:
     def held(self) -> ParamCounts:
         """Number of parameters that a rank holds."""
         return ParamCounts.of(self.local.arch, self.local.mode, self.mesh)
+
+    @cached_property
+    def stored(self) -> ParamCounts | None:
+        """Number of those that are stored in fp8; None: none are."""
+        local = self.local
+        return ParamCounts.of(local.arch, local.mode, self.mesh, local.fp8) if local.stores_weights else None
+
+    def stored_counts(self, stages: Sequence[Stage]) -> Mapping[tuple[str, ...], int]:
+        """Return the number of weights of stages that a rank stores in fp8, by the axes that reduce their gradients."""
+        return {} if self.stored is None else self.stored.on_rank(self.local.arch, stages)
 
     def param_counts(self, stages: Sequence[Stage]) -> Mapping[tuple[str, ...], int]:
         """Return the number of parameters of stages on a rank by the axes that reduce their gradients."""
@@ -297,8 +307,12 @@ def exposed_data_axis(
 
     def of_stage(stage: Stage) -> DataAxisTime:
         if (kind := (len(stage.layers), stage.has_embedding, stage.has_head)) not in alike:
-            counts, times = step.param_counts([stage]), collectives_per_step(zero, m)
-            alike[kind] = data_axis_time(counts, step.mesh, step.machine, zero, times, step.bucket_bytes)
+            counts, times, stored = (
+                step.param_counts([stage]),
+                collectives_per_step(zero, m),
+                step.stored_counts([stage]),
+            )
+            alike[kind] = data_axis_time(counts, step.mesh, step.machine, zero, times, step.bucket_bytes, stored=stored)
         return alike[kind]
 
     for rank, computation in enumerate(busy):
@@ -311,7 +325,7 @@ def exposed_data_axis(
 
 
 def _optimizer_s(step: SimulatedStep, rank: int) -> float:
-    ranks = step.mesh.size(step.mesh.zero) if step.zero_stage else 1
-    mine = sum(step.param_counts(step.pipeline.on_rank(rank)).values()) / ranks
-    num_layers = sum(len(stage.layers) for stage in step.pipeline.on_rank(rank))
-    return update_s(step.local, num_layers, mine, ranks, step.machine, step.optimizer)
+    ranks, stages = step.mesh.size(step.mesh.zero) if step.zero_stage else 1, step.pipeline.on_rank(rank)
+    mine, num_layers = sum(step.param_counts(stages).values()) / ranks, sum(len(stage.layers) for stage in stages)
+    updated_s = update_s(step.local, num_layers, mine, ranks, step.machine, step.optimizer)
+    return updated_s + quantization_s(step.local, sum(step.stored_counts(stages).values()), ranks, step.machine)

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron3d.forecast.memory.activations import modules_of, num_ahead
-from megatron3d.forecast.memory.flat_buffers import flat_buffer_sizes
+from megatron3d.forecast.memory.flat_buffers import FlatBufferSize, flat_buffer_sizes
 from megatron3d.forecast.memory.step_spec import StepSpec
 from megatron3d.forecast.time.tasks import (
     AGAIN,
@@ -23,13 +23,14 @@ from megatron3d.forecast.time.tasks import (
     WHOLE,
     tasks_of,
 )
+from megatron3d.linear.fp8_plan import LARGEST_BYTES
 from megatron3d.model.local_sizes import LocalSizes
 from megatron3d.model.operation import Operation
 from megatron3d.model.operations import ahead_operations, embedding_operations, head_operations, layer_operations
 from megatron3d.model.spec import counts_each_step, counts_shape
 from megatron3d.model.stage_plan import Stage
 from megatron3d.parallel.matmul_plan import Traffic, crossing, ring
-from megatron3d.parallel.mesh import PIPELINE, Axes
+from megatron3d.parallel.mesh import PIPELINE, Axes, Mesh
 from megatron3d.pipeline.actions import ActionKind
 from megatron3d.pipeline.lower import count_transfers
 
@@ -136,8 +137,8 @@ def counts_of_routers(local: LocalSizes, is_logged: bool) -> list[Traffic]:
 
 def _data(step: StepSpec) -> CountedTraffic:
     """Yield reductions of each flat buffer's gradients, and all-gathers of weights that ZeRO shards."""
-    local, m = step.local, step.num_microbatches
-    for piece in flat_buffer_sizes(step):
+    local, m, flats = step.local, step.num_microbatches, flat_buffer_sizes(step)
+    for piece in flats:
         shared, ranks, part = piece.zero_axes, piece.num_shards, piece.shard
         sums, rest = (m if step.shards(2) else 1), tuple(axis for axis in piece.reduce_axes if axis not in shared)
         if shared:
@@ -147,11 +148,26 @@ def _data(step: StepSpec) -> CountedTraffic:
         if len(piece.holders) > 1:
             yield 1, Traffic("add", (PIPELINE,), part * local.wide if step.shards(1) else piece.size * local.wide)
         if shared and not step.shards(3):
-            yield 1, Traffic("all_gather", shared, part * (ranks - 1) * local.itemsize)
+            yield 1, Traffic("all_gather", shared, part * (ranks - 1) * piece.itemsize)
     if step.shards(3):
-        for piece in (piece for piece in flat_buffer_sizes(step) if piece.zero_axes):
-            sent = piece.shard * (piece.num_shards - 1) * local.itemsize
+        for piece in (piece for piece in flats if piece.zero_axes):
+            sent = piece.shard * (piece.num_shards - 1) * piece.itemsize
             yield m * step.unit_gathers(piece.block), Traffic("all_gather", piece.zero_axes, sent)
+    yield from ((1, call) for call in _largest_values(flats, local.mesh))
+
+
+def _largest_values(flats: Sequence[FlatBufferSize], mesh: Mesh) -> Iterator[Traffic]:
+    """Yield the all-reduces of the largest values of weights that are stored in fp8, all of the same axes together.
+
+    A flat shard may cut blocks, and axes may split blocks that are the whole tensor.
+    """
+    by_shards, by_axes = Counter[Axes](), Counter[Axes]()
+    for blocks, axes in ((flat.blocks, flat.zero_axes) for flat in flats if flat.blocks):
+        by_shards[axes] += blocks.num_blocks
+        by_axes.update(blocks.split_by)
+    for axes, count in (*by_shards.items(), *by_axes.items()):
+        if axes:
+            yield ring("all_reduce", axes, count * LARGEST_BYTES, mesh)
 
 
 def step_flops(step: StepSpec) -> int:

@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 from megatron3d.config.schema import ITEMSIZES, OptimizerConfig
 from megatron3d.forecast.time.layer import Machine
+from megatron3d.linear.fp8_plan import LARGEST_BYTES
+from megatron3d.model.fp8_workspaces import restored_itemsize
 from megatron3d.model.local_sizes import LocalSizes
 from megatron3d.model.param_spec import param_specs
 from megatron3d.model.spec import Architecture, pattern_length
@@ -90,6 +92,32 @@ def update_s(
     calls = [ring("all_to_all", axes, numel * itemsize, mesh) for numel in moved]
     calls += [ring("all_reduce", axes, num_layers * matrices.grams * itemsize, mesh)] if matrices.grams else []
     return seconds + sum(machine.network.seconds(call, mesh) for call in calls)
+
+
+# Kernels that quantize a weight: zeros, cast and copy, twice; absolute values and the largest; scale, cast and copy.
+_QUANTIZATION_KERNELS = 11
+
+
+def quantization_s(local: LocalSizes, num_stored: float, shards: int, machine: Machine) -> float:
+    """Return the seconds by which a rank quantizes its part of the weights that are stored in fp8, behind the update.
+
+    Torch's operations do it: values of the network's dtype are made of master weights twice (`zero/fp8_shard.py`), with
+    zeros, a cast and a copy; of the first ones absolute values and the largest of each block are found, the others are
+    scaled, in fp32 unless bf16 is exact, and cast and copied as bytes.  Largest values are all-reduced in between.
+    """
+    if local.fp8 is None or not num_stored:
+        return 0.0
+    recipe, value, mesh = local.fp8.recipe, local.itemsize, local.mesh
+    wide = restored_itemsize(local, recipe)
+    values = value + (local.wide + value) + 2 * value
+    widened = (value + wide) * (wide != value)
+    rounded = widened + 2 * wide * (1 if recipe.has_powers else 2) + wide + 1 + 2  # without powers of 2 it is clamped
+    blocks = num_stored / math.prod(size or math.inf for size in recipe.w)
+    largest = ring("all_reduce", mesh.zero if shards > 1 else (), blocks * LARGEST_BYTES, mesh)
+    moved_s = machine.device.memory_bound_s(
+        num_stored / shards * (2 * values + 3 * value + rounded), _QUANTIZATION_KERNELS
+    )
+    return moved_s + (machine.network.seconds(largest, mesh) if largest.axes else 0.0)
 
 
 def _elementwise_s(elements: Mapping[UpdateRule, float], machine: Machine, optimizer: OptimizerConfig) -> float:

@@ -13,9 +13,10 @@ from megatron3d.errors import UserError
 from megatron3d.forecast.memory.step_spec import local_sizes
 from megatron3d.forecast.search.problem import PlanningProblem, read_fixed
 from megatron3d.forecast.search.search import search
+from megatron3d.forecast.time.data_axis import data_axis_time
 from megatron3d.forecast.time.hardware import DeviceModel, device_model, load_accelerator
 from megatron3d.forecast.time.layer import TimedTasks
-from megatron3d.forecast.time.step import load_machine
+from megatron3d.forecast.time.step import load_machine, simulated_step
 from megatron3d.forecast.time.tasks import GEMM, QUANTIZATION, SCALES, GemmKind
 from megatron3d.linear.fp8_plan import CAPABILITIES, RECIPES, has_kernel
 from megatron3d.linear.scaled_mm import KERNELS
@@ -97,6 +98,28 @@ def test_tasks_of_a_linear() -> None:
     assert reduced and not [task for task in of_blocks.tasks if task.what == SCALES]
     (added,) = (task for task in of_blocks.tasks if (task.operation, task.what) == ("mlp.fc1", "accumulation"))
     assert added.size * added.accesses == 12 * w and not added.behind
+
+
+def test_weights_that_are_stored_in_fp8_are_quantized_once_per_step() -> None:
+    """Microbatches only transpose W, reading and writing a byte per element; data ranks all-gather half the bytes."""
+    tasks = tasks_of(*fp8("blockwise"), "train.fp8_param_gather=true").tasks
+    tokens, hidden, ffn = 8192, 4096, 2 * 14336 // 8
+    forward, backward = (task.size for task in tasks if (task.operation, task.what) == ("mlp.fc1", QUANTIZATION))
+    x, w, y = tokens // 8 * hidden, hidden * ffn, tokens * ffn
+    assert forward == pytest.approx(x * (2 + 1 + 4 / 128) + x * (1 + 4 / 128), rel=0.001)
+    assert backward == pytest.approx(2 * w + y * (2 + 1 + 4 / 128) + y * (1 + 1 + 4 / 128), rel=0.001)
+    plain, stored = (
+        simulated_step(here.spec(here.config), load_machine("eos", "bf16", 64))
+        for here in (problem("eos", *fp8("blockwise"), *more) for more in ((), ("train.fp8_param_gather=true",)))
+    )
+    stages, others = stored.pipeline.stages, plain.stored_counts(plain.pipeline.stages)
+    held, narrow = stored.param_counts(stages), stored.stored_counts(stages)
+    assert sum(narrow.values()) == 32 * hidden * (6144 + hidden + 3 * 14336) // 8
+    wide_s, narrow_s = (
+        data_axis_time(held, stored.mesh, stored.machine, 1, (1, 1), 1e9, stored=each).gathers.total
+        for each in (others, narrow)
+    )
+    assert narrow_s / wide_s == pytest.approx(1 - sum(narrow.values()) / sum(held.values()) / 2, rel=0.01)
 
 
 def test_layouts_that_cut_blocks_are_not_offered() -> None:
