@@ -368,7 +368,7 @@ class Members:
         """Read again which processes the run has, none of which answers; raises RunFailed where that is so for long."""
         assert self._joined is not None, "only a process that joins is new"
         if self._attempt > GRACE_S / ANSWER_S + 1:
-            raise RunFailed(f"--join {self._joined}: no process of this run answers; start it again without --join")
+            raise RunFailed(f"--join: the run in {self._joined} has ended; start it again without --join")
         self._attempt += 1
         time.sleep(ANSWER_S)
         self._read_meeting(self._joined)
