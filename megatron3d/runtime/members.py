@@ -689,8 +689,8 @@ def _abort_groups() -> None:
 def _destroy_groups() -> None:
     """Forget all process groups, whatever state they are in.
 
-    torch also counts one that was not made, and ranks with other counts would meet the others' next one at other keys
-    of the store: the count begins again with the end of a group of all ranks.
+    torch also counts one that was not made, and ranks with other counts would look for the next group of all ranks at
+    other keys of the store: the count begins again with the end of a group of all ranks.
     """
     import torch.distributed as dist
 
