@@ -77,6 +77,8 @@ FIGURES: list[tuple[str, str, Callable[[], object]]] = [
     ),
     ("docs/planner.md", r"between (-\d+) and", lambda: f"{layout_errors()[0]:.0f}"),
     ("docs/planner.md", r"and \+(\d+) % for all", lambda: f"{layout_errors()[-1]:.0f}"),
+    ("docs/survival.md", r"In all (\d+) cases", lambda: result("elastic")["survived"]),
+    ("docs/survival.md", r"\| worst .* ([\d.]+) \|", lambda: f"{result('elastic')['seconds']['total']['worst']:.2f}"),
     ("docs/validation.md", r"Over all (\d+) rows", lambda: len(ROWS)),
     ("docs/validation.md", r"rows the mean error is ([\d.]+) %", lambda: f"{mean(held_out_errors()):.1f}"),
     ("docs/validation.md", r"rows the mean.*the median ([\d.]+) %", lambda: f"{median(held_out_errors()):.1f}"),

@@ -17,7 +17,6 @@ from megatron3d.errors import ExitCode
 from megatron3d.metrics.timers import BATCH, EVALUATE, SAVE
 from megatron3d.runtime.program import StopSignal
 from megatron3d.train.checkpointing import describe, describe_alone, source_of
-from megatron3d.train.fp8_loss import Fp8Loss
 from megatron3d.train.monitor.monitor import Monitor
 from megatron3d.train.monitor.reports import job_of, oom_report
 from megatron3d.train.noise_scale import NoiseScale
@@ -77,7 +76,7 @@ def _train(run: Run, stop: StopSignal, stop_file: StopFile, collector: ManualGc)
     config, state, train_iters = run.config.train, run.state, run.spec.train_iters
     job = job_of(run.spec, run.runtime.device)
     monitor = Monitor(run, job)
-    limits, rollbacks, measurements = ExitLimits(run.spec), Rollbacks(run), (NoiseScale(run), Fp8Loss(run))
+    limits, rollbacks, noise = ExitLimits(run.spec), Rollbacks(run), NoiseScale(run)
     changes = RankChanges(run)
     stopping = False
     previous: Readout | None = None
@@ -100,8 +99,8 @@ def _train(run: Run, stop: StopSignal, stop_file: StopFile, collector: ManualGc)
         is_logged = limits.is_last(state.iteration + 1) or is_due(state.iteration + 1, run.config.logging.log_interval)
         with oom_report(job):
             settings = run.step_settings(batch)
-            for each in measurements:
-                each.before_step(microbatches, settings, monitor.between_steps)
+            noise.before_step(microbatches, settings, monitor.between_steps)
+            observer = monitor.begin_step()
             result = train_step(
                 state,
                 microbatches,
@@ -109,7 +108,7 @@ def _train(run: Run, stop: StopSignal, stop_file: StopFile, collector: ManualGc)
                 settings,
                 weight_decay=weight_decay,
                 stop_requested=stop_requested,
-                observer=monitor.begin_step(),
+                observer=observer,
                 before_update=lambda: hold_update(run),
                 watches_routers=is_logged,
             )
@@ -117,8 +116,7 @@ def _train(run: Run, stop: StopSignal, stop_file: StopFile, collector: ManualGc)
         # A step's numbers are read one step later, so that the host never waits for the device.
         stopping = limits.end_after(state.iteration, previous)
         monitor.end_step(result, lr, batch, is_logged=is_logged or stopping)
-        for each in measurements:
-            each.after_step(result)
+        noise.after_step(result)
         collector.after_step(state.iteration)
 
         best_loss = evaluate_and_compare(run, monitor)
