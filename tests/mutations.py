@@ -126,7 +126,7 @@ MUTATIONS = [
         "predictions forget what is dequantized for a GEMM",
         "model/fp8_workspaces.py",
         "self.dead(self.born((wide + beside) * size.numel + wide * size.num_scales))\n"
-        "        return self.born(size.numel * self.value)",
+        "        return self.born(size.numel * itemsize)",
         "return 0",
         FP8_PREDICTIONS,
     ),
@@ -164,6 +164,20 @@ MUTATIONS = [
         "return local.itemsize if recipe.has_powers and not local.is_fp16 else local.wide",
         "return local.itemsize if recipe.has_powers else local.wide",
         FP8_PARAM_PREDICTIONS,
+    ),
+    Mutation(
+        "predictions forget the largest values of rows of split experts",
+        "linear/fp8_plan.py",
+        'forward, backward = self._reduced("MK"), self._reduced("MN", self._split("MN"))',
+        'forward, backward = self._reduced("MK"), []',
+        (*FP8_EXPERTS, "-k", "operations and split"),
+    ),
+    Mutation(
+        "predictions forget gradients that are sent during the backward of shared experts",
+        "model/expert_operations.py",
+        "rows = local.gathered_tokens + _tokens_summed(local)",
+        "rows = 0",
+        (*FP8_EXPERTS, "-k", "peak and folded"),
     ),
     Mutation(
         "predictions take every GPU for one with kernels of fp8",

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -252,6 +252,17 @@ class QuantizedMatmul:
             scales=forward,
             scales_back=backward,
         )
+
+    @property
+    def by_rows(self) -> QuantizedMatmul:
+        """The matmul with X and dY quantized by rows, as those of experts (`fp8_rows.py`)."""
+        return replace(self, recipe=replace(self.recipe, x=Blocks(1, self.recipe.x.summed)))
+
+    def flows_of_rows(self, num_matrices: int) -> tuple[list[Traffic], list[Traffic]]:
+        """Return the all-reduces of largest values of all rows, and of as many matrices, in forward and in backward."""
+        of_w, of_turned_w = ([], []) if self.stores_w else (self._reduced("NK"), self._reduced("KN"))
+        forward, backward = self._reduced("MK"), self._reduced("MN", self._split("MN"))
+        return forward + num_matrices * of_w, backward + num_matrices * of_turned_w
 
     def quantizations(self) -> tuple[Sequence[Quantization], Sequence[Quantization]]:
         """Return what forward quantizes, and what backward does."""

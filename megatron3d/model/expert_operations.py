@@ -8,7 +8,7 @@ GEMMs of the shared experts' backward.  Small tensors (a number or a weight per 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron3d.experts.plan import (
@@ -19,13 +19,15 @@ from megatron3d.experts.plan import (
     RowsSent,
     backward_traffic,
     balanced_exchange,
+    expert_plan,
     forward_traffic,
     padded_rows,
     sharing_axes,
     tokens_traffic,
 )
-from megatron3d.linear.fp8_plan import packed_bytes
-from megatron3d.model.linear_spec import SHARED_FC1, SHARED_FC2
+from megatron3d.linear.fp8_plan import QuantizedMatmul, packed_bytes
+from megatron3d.model.fp8_workspaces import rows_backward
+from megatron3d.model.linear_spec import SHARED_FC1, SHARED_FC2, expert_linears
 from megatron3d.model.local_sizes import LocalSizes
 from megatron3d.model.operation import INDEX, LocalGemm, MemoryKernel, Operation, Stored, mlp_operations
 from megatron3d.model.spec import MOE, MOE_ACT, SHARED_EXPERTS
@@ -53,16 +55,20 @@ def expert_operations(local: LocalSizes, experts: Experts, x: Stored) -> list[Op
     whole = Operation(name="mlp.whole_rows", reads=(x,), writes=made, sent=spread, sent_back=collect)
     each = rows / count
     one = hidden * parts * ffn * (size < local.wide)  # dW of an expert, before it is added in fp32
+    of_fc1, of_fc2 = _largest_values(local, EXPERT_FC1, rows, count), _largest_values(local, EXPERT_FC2, rows, count)
     weighting = [_weighting(local, rows)] if experts.applies_probs_on_input else []
     fc1 = Operation(
         name=EXPERT_FC1,
-        saves=(_kept_rows(local, EXPERT_FC1, rows, hidden) or Stored(EXPERT_FC1, "rows", rows * hidden * size),),
+        saves=_kept_rows(local, EXPERT_FC1, rows, hidden) or (Stored(EXPERT_FC1, "rows", rows * hidden * size),),
         writes=(Stored(EXPERT_FC1, "output", parts * rows * ffn * size),),
         gemms=(LocalGemm(each, parts * ffn, hidden, count),),
-        is_deferred=True,
+        is_deferred=local.recipe_of(EXPERT_FC1) is None,
+        operand_bytes=_deferred_bytes(local, EXPERT_FC1, rows, hidden, parts * ffn),
         flops=2 * rows * hidden * parts * ffn,
         backward_flops=4 * rows * hidden * parts * ffn,
-        peaks=_gradients(local, EXPERT_FC1, rows * hidden + parts * rows * ffn + one),
+        sent=of_fc1[0],
+        sent_back=of_fc1[1],
+        peaks=_backward_of_rows(local, EXPERT_FC1, rows, count, one),
     )
     between = Operation(
         name=ACTIVATION,
@@ -78,12 +84,15 @@ def expert_operations(local: LocalSizes, experts: Experts, x: Stored) -> list[Op
     zeros = [Stored(EXPERT_FC2, "biases of 0", count * hidden * size)] if adds_zeros else []
     fc2 = Operation(
         name=EXPERT_FC2,
-        saves=(_kept_rows(local, EXPERT_FC2, rows, ffn) or between.output, *zeros),
+        saves=(*(_kept_rows(local, EXPERT_FC2, rows, ffn) or (between.output,)), *zeros),
         gemms=(LocalGemm(each, hidden, ffn, count),),
-        is_deferred=True,
+        is_deferred=local.recipe_of(EXPERT_FC2) is None,
+        operand_bytes=_deferred_bytes(local, EXPERT_FC2, rows, ffn, hidden),
         flops=2 * rows * hidden * ffn,
         backward_flops=4 * rows * hidden * ffn,
-        peaks=_gradients(local, EXPERT_FC2, rows * hidden + rows * ffn + one),
+        sent=of_fc2[0],
+        sent_back=of_fc2[1],
+        peaks=_backward_of_rows(local, EXPERT_FC2, rows, count, one),
     )
     shared = mlp_operations(local, x, SHARED_FC1, SHARED_FC2) if experts.shared_ffn_hidden_size else []
     exchange, outer = _exchange(local, experts), _gather(local, experts)
@@ -93,16 +102,61 @@ def expert_operations(local: LocalSizes, experts: Experts, x: Stored) -> list[Op
     gate = _shared_gate(local, x, spread, collect) if experts.has_shared_gate else ()
     last = Operation(name="mlp.residual", sent=collect, sent_back=spread)
     computed = [*_padding(local, rows), *weighting, fc1, between, fc2]
-    shared = [replace(operation, within=(SHARED_EXPERTS, MOE)) for operation in shared]
+    shared = [_beside_rows(local, replace(operation, within=(SHARED_EXPERTS, MOE)), experts) for operation in shared]
     found = [whole, _router(local, experts, x), *there, *shared, *computed, *back, outer.returned(), *gate, last]
     end = 1 + max(place for place, operation in enumerate(found) if operation.saves)  # where recomputation stops
     return [replace(operation, within=operation.within or (MOE,)) for operation in found[:end]] + found[end:]
 
 
-def _kept_rows(local: LocalSizes, name: str, rows: int, features: int) -> Stored | None:
-    """Return the rows that a linear of experts keeps in fp8, with their scales; None: it keeps them as they are."""
+def _beside_rows(local: LocalSizes, operation: Operation, experts: Experts) -> Operation:
+    """Return an operation of shared experts, in whose backward gradients of rows are sent, and those of tokens come."""
+    rows = local.gathered_tokens * experts.topk + local.expert_rows if _exchanges(local) else 0
+    if _gathers(local):
+        rows = local.gathered_tokens + _tokens_summed(local)
+    coming = rows * local.arch.hidden_size * local.itemsize
+    peaks = {name: size + coming for name, size in operation.peaks.items()}
+    return replace(operation, peaks=peaks, dgrad_peak=operation.dgrad_peak and operation.dgrad_peak + coming)
+
+
+def _kept_rows(local: LocalSizes, name: str, rows: int, features: int) -> tuple[Stored, ...]:
+    """Return the rows that a linear of experts keeps in fp8, and their scales; none: it keeps them as they are."""
     recipe = local.recipe_of(name)
-    return None if recipe is None else Stored(name, "rows in fp8", rows * packed_bytes(recipe, features))
+    if recipe is None:
+        return ()
+    scales = Stored(name, "scales of rows", rows * (packed_bytes(recipe, features) - features))
+    return Stored(name, "rows in fp8", rows * features), scales
+
+
+def _deferred_bytes(local: LocalSizes, name: str, rows: int, features: int, outputs: int) -> int:
+    """Return the bytes of X in fp8 and of dY as a deferred wgrad keeps them; 0: they follow from the GEMMs."""
+    kept = sum(stored.num_bytes for stored in _kept_rows(local, name, rows, features))
+    return kept and kept + rows * outputs * local.itemsize
+
+
+def _backward_of_rows(local: LocalSizes, name: str, rows: int, count: int, dw: int) -> dict[str, int]:
+    """Return the peak of the backward of a linear of as many experts; `dw` are elements of a dW before it is added."""
+    fp8, size = _quantized(local, name, rows / count), expert_linears(local.arch)[name]
+    if fp8 is not None:
+        return _gradients(local, name, rows_backward(local, fp8, rows, dw * local.itemsize) // local.itemsize)
+    features = size.num_outputs + size.num_inputs
+    split = size.num_outputs if size.expands else size.num_inputs
+    return _gradients(local, name, rows * (features - split + split // local.etensor_ranks) + dw)
+
+
+def _quantized(local: LocalSizes, name: str, rows: float) -> QuantizedMatmul | None:
+    """Return the matmul of rows and one expert, if it multiplies in fp8, over the ranks that split the expert."""
+    recipe, size = local.recipe_of(name), expert_linears(local.arch)[name]
+    plan = expert_plan(size.expands, local.mesh.nontrivial(local.mode.etensor))
+    if recipe is None:
+        return None
+    numbers = round(rows), size.num_outputs, size.num_inputs
+    return QuantizedMatmul(recipe, plan, local.mesh, *numbers, local.stores_weights).by_rows
+
+
+def _largest_values(local: LocalSizes, name: str, rows: int, count: int) -> tuple[Sequence[Traffic], Sequence[Traffic]]:
+    """Return the all-reduces by which ranks that split experts find scales, in forward and in backward."""
+    fp8 = _quantized(local, name, rows)
+    return ((), ()) if fp8 is None else fp8.flows_of_rows(count)
 
 
 def _weighting(local: LocalSizes, rows: int) -> Operation:

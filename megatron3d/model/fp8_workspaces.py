@@ -11,6 +11,7 @@ and a GEMM that reads fp8 none but its own.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from megatron3d.linear.fp8_plan import LARGEST_BYTES, OperandSize, QuantizedMatmul, Recipe
 from megatron3d.model.local_sizes import LocalMatmul, LocalSizes
@@ -69,13 +70,15 @@ class _Memory(Live):
         return whole
 
     def dequantized(self, dims: str) -> int:
-        """Let the values of an operand come to be; return their bytes."""
-        if self._has_kernels:
-            return 0
-        size, wide = self._fp8.multiplied(dims), max(self.value, _FP32)
-        beside = _FP16 if self.value == wide else self.value
+        """Let the values of an operand come to be for a GEMM; return their bytes."""
+        return 0 if self._has_kernels else self.restored(dims, self.value)
+
+    def restored(self, dims: str, itemsize: int) -> int:
+        """Let the values of an operand come to be in `itemsize`; return their bytes."""
+        size, wide = self._fp8.multiplied(dims), max(itemsize, _FP32)
+        beside = _FP16 if itemsize == wide else itemsize
         self.dead(self.born((wide + beside) * size.numel + wide * size.num_scales))
-        return self.born(size.numel * self.value)
+        return self.born(size.numel * itemsize)
 
     def product(self, a: str, b: str, numel: int, itemsize: int) -> int:
         """Let the product of two operands come to be, converted to `itemsize`; return its bytes."""
@@ -98,6 +101,24 @@ def fp8_work(local: LocalSizes, matmul: LocalMatmul, fp8: QuantizedMatmul) -> Li
     late.gathered(local, fp8.stored("KM").num_bytes, matmul.plan.x, "K")
     _wgrad(late, local, matmul)
     return LinearWork(forward, forward, at_dgrad, at_wgrad, alone, late.top)
+
+
+def rows_backward(local: LocalSizes, fp8: QuantizedMatmul, rows: int, dw: int) -> int:
+    """Return the bytes of dY, dX, and dY in fp8 of all rows, and of what one expert has for its two GEMMs.
+
+    Args:
+        fp8: the matmul of one expert; `dw`: bytes of its dW before it is added.
+    """
+    live, whole = _Memory(local, fp8), replace(fp8, m=rows)
+    live.born(whole.multiplied("MN").numel * local.itemsize)
+    live.quantized(whole.multiplied("MN"), local.itemsize)
+    dx = fp8.multiplied("MK").numel
+    live.born(whole.multiplied("MK").numel * local.itemsize)
+    w = live.operand("KN", {}, "K")
+    live.dead(w, live.product("MN", "KN", dx, local.itemsize))
+    values = live.restored("MK", local.itemsize)
+    live.dead(live.born(dw), values)
+    return live.top
 
 
 def _forward(local: LocalSizes, matmul: LocalMatmul, fp8: QuantizedMatmul) -> int:

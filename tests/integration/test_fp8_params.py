@@ -155,7 +155,7 @@ def test_weights_are_a_byte_and_are_sent_as_one(stage: int) -> None:
 
 KERNEL = replace(KERNELS["cpu"], num_received=0)  # as the process group of a dry run
 # Case and precision: all in bf16, and every third in another one.
-PREDICTED = [(name, "bf16") for name in CASES if name != "split experts"]
+PREDICTED = [(name, "bf16") for name in CASES]
 PREDICTED += [(name, precision) for first, precision in ((1, "fp32"), (2, "fp16")) for name, _ in PREDICTED[first::3]]
 # Names of the peaks behind the last backward.
 UPDATE = ("reduction of gradients", "update", "quantization of weights")
