@@ -76,8 +76,7 @@ def _train(run: Run, stop: StopSignal, stop_file: StopFile, collector: ManualGc)
     config, state, train_iters = run.config.train, run.state, run.spec.train_iters
     job = job_of(run.spec, run.runtime.device)
     monitor = Monitor(run, job)
-    limits, rollbacks, noise = ExitLimits(run.spec), Rollbacks(run), NoiseScale(run)
-    changes = RankChanges(run)
+    limits, rollbacks, noise, changes = ExitLimits(run.spec), Rollbacks(run), NoiseScale(run), RankChanges(run)
     stopping = False
     previous: Readout | None = None
 
