@@ -53,22 +53,12 @@ def expert_operations(local: LocalSizes, experts: Experts, x: Stored) -> list[Op
     rows_at_home = _whole_rows(local, x)
     made = () if rows_at_home is x else (rows_at_home,)
     whole = Operation(name="mlp.whole_rows", reads=(x,), writes=made, sent=spread, sent_back=collect)
-    each = rows / count
     one = hidden * parts * ffn * (size < local.wide)  # dW of an expert, before it is added in fp32
-    of_fc1, of_fc2 = _largest_values(local, EXPERT_FC1, rows, count), _largest_values(local, EXPERT_FC2, rows, count)
     weighting = [_weighting(local, rows)] if experts.applies_probs_on_input else []
-    fc1 = Operation(
-        name=EXPERT_FC1,
+    fc1 = replace(
+        _linear_of_rows(local, EXPERT_FC1, (parts * ffn, hidden), rows=rows, count=count, dw=one),
         saves=_kept_rows(local, EXPERT_FC1, rows, hidden) or (Stored(EXPERT_FC1, "rows", rows * hidden * size),),
         writes=(Stored(EXPERT_FC1, "output", parts * rows * ffn * size),),
-        gemms=(LocalGemm(each, parts * ffn, hidden, count),),
-        is_deferred=local.recipe_of(EXPERT_FC1) is None,
-        operand_bytes=_deferred_bytes(local, EXPERT_FC1, rows, hidden, parts * ffn),
-        flops=2 * rows * hidden * parts * ffn,
-        backward_flops=4 * rows * hidden * parts * ffn,
-        sent=of_fc1[0],
-        sent_back=of_fc1[1],
-        peaks=_backward_of_rows(local, EXPERT_FC1, rows, count, one),
     )
     between = Operation(
         name=ACTIVATION,
@@ -82,17 +72,9 @@ def expert_operations(local: LocalSizes, experts: Experts, x: Stored) -> list[Op
     # The biases of rows that have their weights are saved; all ranks but the first of those that split experts add 0.
     adds_zeros = local.arch.has_mlp_bias and any(local.mesh.coord(axis) for axis in local.mode.etensor)
     zeros = [Stored(EXPERT_FC2, "biases of 0", count * hidden * size)] if adds_zeros else []
-    fc2 = Operation(
-        name=EXPERT_FC2,
+    fc2 = replace(
+        _linear_of_rows(local, EXPERT_FC2, (hidden, ffn), rows=rows, count=count, dw=one),
         saves=(*(_kept_rows(local, EXPERT_FC2, rows, ffn) or (between.output,)), *zeros),
-        gemms=(LocalGemm(each, hidden, ffn, count),),
-        is_deferred=local.recipe_of(EXPERT_FC2) is None,
-        operand_bytes=_deferred_bytes(local, EXPERT_FC2, rows, ffn, hidden),
-        flops=2 * rows * hidden * ffn,
-        backward_flops=4 * rows * hidden * ffn,
-        sent=of_fc2[0],
-        sent_back=of_fc2[1],
-        peaks=_backward_of_rows(local, EXPERT_FC2, rows, count, one),
     )
     shared = mlp_operations(local, x, SHARED_FC1, SHARED_FC2) if experts.shared_ffn_hidden_size else []
     exchange, outer = _exchange(local, experts), _gather(local, experts)
@@ -106,6 +88,25 @@ def expert_operations(local: LocalSizes, experts: Experts, x: Stored) -> list[Op
     found = [whole, _router(local, experts, x), *there, *shared, *computed, *back, outer.returned(), *gate, last]
     end = 1 + max(place for place, operation in enumerate(found) if operation.saves)  # where recomputation stops
     return [replace(operation, within=operation.within or (MOE,)) for operation in found[:end]] + found[end:]
+
+
+def _linear_of_rows(
+    local: LocalSizes, name: str, shape: tuple[int, int], *, rows: int, count: int, dw: int
+) -> Operation:
+    """Return a linear of `count` experts, each with W of this shape; `dw` are elements of a dW before it is added."""
+    outputs, features = shape
+    sent, sent_back = _largest_values(local, name, rows, count)
+    return Operation(
+        name=name,
+        gemms=(LocalGemm(rows / count, outputs, features, count),),
+        is_deferred=local.recipe_of(name) is None,
+        operand_bytes=_deferred_bytes(local, name, rows, features, outputs),
+        flops=2 * rows * features * outputs,
+        backward_flops=4 * rows * features * outputs,
+        sent=sent,
+        sent_back=sent_back,
+        peaks=_backward_of_rows(local, name, rows, count, dw),
+    )
 
 
 def _beside_rows(local: LocalSizes, operation: Operation, experts: Experts) -> Operation:
