@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron3d.config.cli import Arguments, parse_args
@@ -21,6 +22,7 @@ from megatron3d.runtime.program import StartupPhases, StopSignal, outlive_reader
 
 if TYPE_CHECKING:
     from megatron3d.config.run_spec import RunSpec
+    from megatron3d.runtime.joining import Meeting
 
 # Imported by every rank of a run; the last two by numpy.unique and by torch's first backward.
 IMPORTED = (
@@ -40,7 +42,8 @@ def preload(argv: Sequence[str], world_size: int) -> bool:
     from megatron3d.forecast.search.restart import resolve_elastic
 
     counted_by = "the launcher's first argument"
-    size = size_of_run(arguments, world_size)
+    joined = joined_run(arguments)
+    size = joined.world_size if joined else world_size
     resolved, _ = resolve_elastic(arguments.config, arguments.overrides, size, counted_by)
     print("> importing torch", file=sys.stderr, flush=True)
     for name in IMPORTED:
@@ -74,13 +77,17 @@ def memory_at_worst(spec: RunSpec) -> list[str]:
     return lines + router_notes(spec.arch.balance)
 
 
-def size_of_run(arguments: Arguments, world_size: int) -> int:
-    """Return the number of ranks that the run was launched with, which is not this launch's where that joins one."""
-    if arguments.join is None:
-        return world_size
-    from megatron3d.runtime.joining import read_meeting
+def joined_run(arguments: Arguments) -> Meeting | None:
+    """Return the elastic run under way that this launch joins, once it answers; None: it begins one."""
+    if not arguments.join:
+        return None
+    from megatron3d.config.read import read_config
+    from megatron3d.runtime.joining import find_meeting
 
-    return read_meeting(arguments.join).world_size
+    config = read_config(arguments.config, arguments.overrides).config
+    if config.checkpoint.save is None or not config.train.elastic:
+        raise UserError("--join: needs train.elastic=true and checkpoint.save, the folder of the run that is under way")
+    return find_meeting(Path(config.checkpoint.save), 60 * config.train.distributed_timeout_minutes)
 
 
 def pretrain(arguments: Arguments, world_size: int) -> int:
@@ -88,12 +95,11 @@ def pretrain(arguments: Arguments, world_size: int) -> int:
     from megatron3d.forecast.search.restart import resolve_elastic
 
     env = process.launcher_env()
-    size = size_of_run(arguments, world_size)
+    run = joined_run(arguments)
+    size = run.world_size if run else world_size
     resolved, changed = resolve_elastic(arguments.config, arguments.overrides, size, env.counted_by)
-    if arguments.join is not None:
-        from megatron3d.runtime.joining import read_meeting
-
-        UserError.collect(read_meeting(arguments.join).differences(resolved.config.model_dump(mode="json")))
+    if run is not None:
+        UserError.collect(run.differences(resolved.config.model_dump(mode="json")))
     outlive_readers()
     phases = StartupPhases(printing=env.rank == 0)
     if changed is not None and env.rank == 0:
@@ -105,7 +111,7 @@ def pretrain(arguments: Arguments, world_size: int) -> int:
 
     settings = resolved.config.train
     timeout_s, deterministic = 60 * settings.distributed_timeout_minutes, settings.deterministic_mode
-    elastic, joined = settings.elastic, arguments.join
+    elastic, joined = settings.elastic, Path(resolved.config.checkpoint.save or "") if run else None
     with (
         ExitStack() as ending,
         process.start(timeout_s, deterministic=deterministic, elastic=elastic, joined=joined) as here,

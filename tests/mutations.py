@@ -62,6 +62,7 @@ FP8 = ("tests/unit/linear/test_fp8.py",)
 FP8_EXPERTS = ("tests/integration/test_fp8_experts.py",)
 FP8_PARAMS = ("tests/integration/test_fp8_params.py", "-k", "bits")
 FP8_STATS = ("tests/unit/train/monitor/test_fp8_stats.py",)
+FP8_LOSS = ("tests/unit/train/test_fp8_loss.py",)
 FP8_ROWS = ("tests/unit/experts/test_fp8_rows.py",)
 GEMM = ("tests/unit/linear/test_gemm.py",)
 FLOPS = ("tests/unit/model/test_flops.py",)
@@ -1373,6 +1374,34 @@ MUTATIONS = [
         "self.format, self.dy_format = (DTYPES[name] for name in fp8.formats)",
         "self.format = self.dy_format = DTYPES[fp8.formats.x]",
         FP8,
+    ),
+    Mutation(
+        "the loss in precision is that of fp8",
+        "model/gpt.py",
+        "linear.matmul.multiply_by(self._build.gemm)",
+        "linear.matmul.multiply_by(linear.matmul.gemm)",
+        FP8_LOSS,
+    ),
+    Mutation(
+        "the loss in precision has no dropout",
+        "train/fp8_loss.py",
+        "begin_passes(state, microbatches, settings)",
+        "[replace(at, key=None) for at in begin_passes(state, microbatches, settings)]",
+        FP8_LOSS,
+    ),
+    Mutation(
+        "the loss in precision runs the compiled graphs of fp8",
+        "model/gpt.py",
+        "with uncompiled() if self._build.compiled else nullcontext():",
+        "with nullcontext():",
+        FP8_LOSS,
+    ),
+    Mutation(
+        "linears go on in precision after a comparison of losses",
+        "model/gpt.py",
+        "linear.matmul.multiply_by(gemm)",
+        "linear.matmul.multiply_by(linear.matmul.gemm)",
+        FP8_LOSS,
     ),
     Mutation(
         "elements that are lost in fp8 are those of this rank",

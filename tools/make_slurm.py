@@ -16,7 +16,7 @@ from pathlib import Path
 
 from megatron3d.config.cli import ConfigParser
 from megatron3d.errors import UserError
-from megatron3d.launch.script import CONTAINERS, END_TOGETHER, OUTLIVE, JobSettings, Options, fill_template, options
+from megatron3d.launch.script import CONTAINERS, JobSettings, Options, fill_template, options
 from megatron3d.runtime.arguments import MAX_RANKS, add_overwrite, positive, require_free, whole
 from megatron3d.runtime.files import write_text
 from megatron3d.runtime.program import parse_first, run_tool
@@ -112,7 +112,7 @@ def make(arguments: argparse.Namespace) -> None:
         container=container(arguments),
         arguments=("--config", str(arguments.config), *arguments.overrides),
         spares=arguments.spares,
-        step=OUTLIVE if config.train.elastic else END_TOGETHER,
+        elastic=config.train.elastic,
         remarks=(what, *batch_arithmetic(RunSpec(config, num_ranks)).splitlines()),
     )
     text = fill_template(TEMPLATE.read_text(encoding="utf-8"), settings)

@@ -76,7 +76,7 @@ class Arguments:
     picture: Path | None = None
     elsewhere: bool = False
     details: bool = False
-    join: Path | None = None
+    join: bool = False
 
 
 def make_parser() -> ConfigParser:
@@ -104,9 +104,8 @@ def make_parser() -> ConfigParser:
     )
     parser.add_argument(
         "--join",
-        type=Path,
-        metavar="FOLDER",
-        help="join the elastic run under way that saves to this folder, as further ranks",
+        action="store_true",
+        help="join the elastic run of checkpoint.save that is under way, as further ranks",
     )
     parser.add_argument(
         "--picture",

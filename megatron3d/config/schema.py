@@ -368,6 +368,12 @@ class LoggingConfig(Section, frozen=True):
         "experts' excepted; layers are not compiled then; default: never",
         ge=1,
     )
+    fp8_loss_interval: int | None = key(
+        None,
+        "with fp8: iterations between comparisons of a step's loss with that of linears that multiply in precision, "
+        "each of which takes the step's forward once more; default: never",
+        ge=1,
+    )
     noise_scale_interval: int | None = key(
         None,
         "iterations between measurements of the gradient noise scale, each of which takes a step's forward and "

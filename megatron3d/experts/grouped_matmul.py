@@ -162,6 +162,10 @@ class GroupedMatmul:
         self.num_experts, self.main_grads, self.gemm = num_experts, main_grads, gemm
         self.wgrads = wgrads or WgradQueue(main_grads)
 
+    def multiply_by(self, gemm: Gemm) -> None:
+        """Multiply by a recipe from now on."""
+        self.gemm = gemm
+
     def __call__(self, x: Rows, w_FK: Tensor, rows: Groups) -> Tensor:
         """Return Y [R, N] for rows X [R, K], weights [E N, K] and the rows of each expert."""
         assert len(rows.counts) == self.num_experts, f"{len(rows.counts)} counts for {self.num_experts} experts"

@@ -1,7 +1,7 @@
 """Checks of a SLURM job before and after its ranks (scripts/slurm/pretrain.sbatch): `python -m megatron3d.launch WHEN`.
 
 before   on every node: check the configuration, its files, and the GPUs; the first node records the launch
-nodes    on one node: print the nodes whose ranks train, of a job with spare nodes
+nodes    on one node: print the nodes whose ranks train, and below the others, of a job with spare nodes
 after    on one node: exit with code 0 if the job should be requeued, 4 if it has failed and its run is complete
 
 An unfit node would otherwise stall all others in their first collective, minutes later and unnamed.
@@ -140,15 +140,15 @@ def before(typed: argparse.Namespace) -> int:
 
 
 def nodes(typed: argparse.Namespace) -> int:
-    """Print the names of the nodes whose ranks train, and what is left out on stderr; return 0."""
+    """Print the names of the nodes whose ranks train, those of spare ones below, and what is left out on stderr."""
     config = read_config(typed.config, typed.overrides).config
     root = requeue.run_folder(config)
-    choice = spare_nodes.choose_nodes(
-        root, process.slurm_job(), typed.nodes.split(","), typed.spares, config.train.elastic
-    )
+    allocated = typed.nodes.split(",")
+    choice = spare_nodes.choose_nodes(root, process.slurm_job(), allocated, typed.spares, config.train.elastic)
     for node, why in choice.left_out.items():
         print(f"> node {node} is left out: {why}", file=sys.stderr)
-    print(",".join(choice.nodes))
+    spare = [node for node in allocated if node not in choice.nodes and node not in choice.left_out]
+    print(",".join(choice.nodes), ",".join(spare), sep="\n")
     return ExitCode.DONE
 
 

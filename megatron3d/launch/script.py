@@ -19,9 +19,6 @@ VARIABLE = r"(\$(?:[A-Za-z_][A-Za-z0-9_]*|\{[A-Za-z_][A-Za-z0-9_]*\}))"
 # Cores of a rank without another number: step, backward, NCCL, loader and save are busy threads, and SLURM's default is
 # one core.
 CPUS_PER_TASK = 8
-# Options of srun for a job whose ranks go on without those that are lost, and for one that ends with a lost rank: tasks
-# that still run half an hour after the first has ended are killed.
-OUTLIVE, END_TOGETHER = ("--wait=0", "--no-kill"), ("--wait=1800",)
 # Options of sbatch by name without the dashes; None for an option without a value.
 Options = Mapping[str, str | int | None]
 
@@ -58,7 +55,7 @@ class JobSettings:
         container: words before the program in each srun.
         arguments: arguments of pretrain_gpt.py.
         spares: nodes of the job that its ranks do not need.
-        step: options of the srun of the ranks.
+        elastic: ranks go on without those that are lost.
         remarks: comments at the top.
 
     Raises UserError where a line would not be one line of the script, or an option not one of sbatch.
@@ -70,7 +67,7 @@ class JobSettings:
     container: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ()
     spares: int = 0
-    step: tuple[str, ...] = END_TOGETHER
+    elastic: bool = False
     remarks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -90,10 +87,9 @@ class JobSettings:
         )
         yield from self.setup
         yield from (
-            f"{name}=({' '.join(map(quoted, getattr(self, name)))})"
-            for name in ("python", "container", "arguments", "step")
+            f"{name}=({' '.join(map(quoted, getattr(self, name)))})" for name in ("python", "container", "arguments")
         )
-        yield f"spares={self.spares}"
+        yield f"spares={self.spares} elastic={int(self.elastic)}"
         yield END
 
 

@@ -283,6 +283,10 @@ class Matmul:
         self.wgrads = wgrads or WgradQueue(self.main_grads)
         self.is_plain = not (plan.m or plan.k or plan.n or wgrads)
 
+    def multiply_by(self, gemm: Gemm) -> None:
+        """Multiply by a recipe from now on, outside compiled graphs."""
+        self.gemm = gemm
+
     def __call__(self, x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
         """Return Y[M, N] = X W^T + bias; operands and Y are shards in the plan's layouts."""
         if self.is_plain and (y_MN := self._plain(x_MK, w_NK, bias_N)) is not None:

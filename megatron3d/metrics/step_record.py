@@ -209,6 +209,14 @@ def evaluation_line(
     )
 
 
+def fp8_loss_line(iteration: int, loss: float, unquantized: float, precision: str) -> str:
+    """Return the console line of a comparison of the losses with fp8 and in precision."""
+    return (
+        f" fp8 loss at iteration {iteration} | lm loss value: {scientific(loss)} | "
+        f"in {precision}: {scientific(unquantized)} | difference: {scientific(loss - unquantized)} |"
+    )
+
+
 def scientific(value: float) -> str:
     """Format with six digits as Megatron does; NaN and infinity as words."""
     return f"{value:.6E}" if math.isfinite(value) else str(value).replace("nan", "NaN")

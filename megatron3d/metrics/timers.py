@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 BATCH, SCHEDULE, GRADS, UPDATE = PARTS = ("batch-generator", "forward-backward", "all-grads-sync", "optimizer")
 FORWARD, BACKWARD = COMPUTES = ("forward-compute", "backward-compute")
-EVALUATE, SAVE, NOISE = BETWEEN_STEPS = ("evaluate", "save-checkpoint", "noise-scale")
+EVALUATE, SAVE, NOISE, FP8_LOSS = BETWEEN_STEPS = ("evaluate", "save-checkpoint", "noise-scale", "fp8-loss")
 PHASES = (*PARTS, *COMPUTES, *BETWEEN_STEPS)
 _COMPUTES_OF: Mapping[ActionKind, str] = {
     ActionKind.F: FORWARD,

@@ -18,7 +18,15 @@ from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.errors import UserError
 from megatron3d.metrics.journal import Journal
-from megatron3d.metrics.step_record import EMA_LOSS, StepRecord, evaluation_line, mtp_rows, step_line, timer_lines
+from megatron3d.metrics.step_record import (
+    EMA_LOSS,
+    StepRecord,
+    evaluation_line,
+    fp8_loss_line,
+    mtp_rows,
+    step_line,
+    timer_lines,
+)
 from megatron3d.runtime.files import write_text
 
 if TYPE_CHECKING:
@@ -279,6 +287,12 @@ class MetricsWriter:
     def noise_scale(self, iteration: int, measured: Mapping[str, float | None]) -> None:
         """Report a measurement of the gradient noise scale."""
         self._write({"iteration": iteration, "noise_scale": measured})
+
+    def fp8_loss(self, iteration: int, loss: float, unquantized: float) -> None:
+        """Report the loss of a step with fp8, and that of linears which multiply in precision."""
+        print(fp8_loss_line(iteration, loss, unquantized, self._config.train.precision), flush=True)
+        row = {"loss": loss, "unquantized_loss": unquantized, "difference": loss - unquantized}
+        self._write({"iteration": iteration, "fp8_loss": row})
 
     def close(self) -> None:
         """Close every output."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any, cast
 
@@ -35,6 +36,11 @@ def inductor(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Graph:
 
     with config.patch(force_non_lazy_backward_lowering=True):
         return cast(Graph, compile_fx(graph, inputs))
+
+
+def uncompiled() -> AbstractContextManager[None]:
+    """Return a context in which compiled layers run eagerly."""
+    return cast(AbstractContextManager[None], torch.compiler.set_stance("force_eager"))
 
 
 class CompileError(RuntimeError):

@@ -6,7 +6,7 @@ Letters: B sequences, S positions, M tokens, H hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -27,6 +27,7 @@ from megatron3d.linear.gemm import NATIVE, Gemm, Operand
 from megatron3d.linear.main_grad import MainGrads, WgradQueue
 from megatron3d.linear.matmul import CompiledLinears
 from megatron3d.linear.overlap_plan import OVERLAP_ALL, TPOverlap
+from megatron3d.model.compile import uncompiled
 from megatron3d.model.ends import Embedding, LossHead, PredictionModule, inputs_ahead, keep_hidden
 from megatron3d.model.experts import ExpertLinear
 from megatron3d.model.layers import Layer
@@ -89,7 +90,7 @@ class GPT(nn.Module):
         self.wgrads = WgradQueue(self.main_grads, overlaps_reduction) if needs_queue else None
         self.routers = RouterState(arch)
         self.logits = LargestLogits() if records_logits else None
-        build = Build(
+        self._build = build = Build(
             arch=arch,
             mode=mode,
             comm=comm,
@@ -187,11 +188,29 @@ class GPT(nn.Module):
     def stored_weights(self) -> dict[str, StoredWeight]:
         """Return the weights that multiply in fp8, by path, for buffers that store them so."""
         found = dict[str, StoredWeight]()
-        for path, module in self.named_modules():
-            if isinstance(module, Linear | ExpertLinear) and isinstance(gemm := module.matmul.gemm, Fp8Gemm):
-                count = module.matmul.num_experts if isinstance(module, ExpertLinear) else 1
-                found[f"{path}.weight"] = StoredWeight(gemm, count)
+        for path, (module, gemm) in self._fp8_linears().items():
+            count = module.matmul.num_experts if isinstance(module, ExpertLinear) else 1
+            found[f"{path}.weight"] = StoredWeight(gemm, count)
         return found
+
+    def _fp8_linears(self) -> dict[str, tuple[Linear | ExpertLinear, Fp8Gemm]]:
+        """Return the linears that multiply in fp8, by path, with their recipes."""
+        linears = {path: each for path, each in self.named_modules() if isinstance(each, Linear | ExpertLinear)}
+        gemms = {path: each.matmul.gemm for path, each in linears.items()}
+        return {path: (linears[path], gemm) for path, gemm in gemms.items() if isinstance(gemm, Fp8Gemm)}
+
+    @contextmanager
+    def unquantized(self) -> Iterator[None]:
+        """Within the body linears multiply X and W in precision, and no compiled graph runs; for forward alone."""
+        linears = self._fp8_linears().values()
+        for linear, _ in linears:
+            linear.matmul.multiply_by(self._build.gemm)
+        try:
+            with uncompiled() if self._build.compiled else nullcontext():
+                yield
+        finally:
+            for linear, gemm in linears:
+                linear.matmul.multiply_by(gemm)
 
     def zeros(self, *shape: int) -> Tensor:
         """Return zeros of a shape, the contribution of a rank without the last stage to a sum of losses or logits."""
@@ -321,8 +340,8 @@ class GPT(nn.Module):
 
     def set_fp8_hook(self, hook: Fp8Hook | None) -> None:
         """Call `hook` with the path of each linear and the operands that it quantizes; experts' are left out."""
-        for path, module in self.named_modules():
-            if isinstance(module, Linear) and isinstance(gemm := module.matmul.gemm, Fp8Gemm):
+        for path, (linear, gemm) in self._fp8_linears().items():
+            if isinstance(linear, Linear):
                 gemm.watch(partial(hook, path) if hook else None)
 
     def _layers(self, layers: range, x_MH: Tensor, at: Pass) -> Tensor:

@@ -27,10 +27,10 @@ from megatron3d.comm.interface import Comm
 from megatron3d.linear.collectives import PrefetchedWeight
 from megatron3d.linear.fp8 import Fp8Gemm
 from megatron3d.linear.fp8_plan import Fp8
-from megatron3d.linear.gemm import NATIVE, Gemm
+from megatron3d.linear.gemm import NATIVE, Gemm, Operand
 from megatron3d.linear.main_grad import MainGrads, WgradQueue
 from megatron3d.linear.matmul import CompiledLinears, Matmul
-from megatron3d.linear.overlap_plan import OVERLAP_ALL, TPOverlap
+from megatron3d.linear.overlap_plan import OVERLAP_ALL, Direction, TPOverlap
 from megatron3d.model.linear_spec import FC1, FC2, linear_size
 from megatron3d.model.microbatch import Pass
 from megatron3d.model.router_state import RouterState
@@ -103,12 +103,16 @@ class Linear(nn.Module):
         comm, overlap, gemm = build.comm, build.overlap, build.gemm_of(f"{layer}.{name}", plan)
         self.weight = build.param(f"{layer}.{name}.weight")
         self.bias = build.optional(f"{layer}.{name}.bias")
-        weight = PrefetchedWeight(lambda at: gemm.w(self.weight.detach(), at), plan, comm, overlap) if plan.w else None
+        weight = PrefetchedWeight(self._shard, plan, comm, overlap) if plan.w else None
         compiled = build.compiled.linear(lambda: self.weight, gemm) if build.compiled else None
         grads, wgrads = build.main_grads, build.wgrads
         self.matmul = Matmul(
             plan, comm, overlap, main_grads=grads, wgrads=wgrads, weight=weight, compiled=compiled, gemm=gemm
         )
+
+    def _shard(self, at: Direction) -> Operand:
+        """Return the stored shard of W as it is all-gathered."""
+        return self.matmul.gemm.w(self.weight.detach(), at)
 
     def forward(self, x_MK: Tensor) -> Tensor:
         return self.matmul(x_MK, self.weight, self.bias)

@@ -89,7 +89,7 @@ def ask(host: str, port: int, limit_s: float) -> tuple[Liveness, int]:
         with socket.create_connection((host, port), limit_s) as connection:
             said = connection.recv(32)
             return (Liveness.YES, int(said)) if said else (Liveness.ENDED, -1)
-    except (ConnectionRefusedError, ConnectionResetError):
+    except (ConnectionRefusedError, ConnectionResetError, ValueError):  # the port may be another program's by now
         return Liveness.ENDED, -1
     except OSError:
         return Liveness.NONE, -1

@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron3d.errors import UserError
+from megatron3d.runtime.connections import Liveness, ask
 from megatron3d.runtime.epochs import Member
 from megatron3d.runtime.files import write_text
 
 FILE_NAME = "members.json"
+# Limit for an answer of a process.
+ANSWER_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -48,16 +53,32 @@ def write_meeting(folder: Path, meeting: Meeting) -> None:
 
 
 def read_meeting(folder: Path) -> Meeting:
-    """Return what the folder of an elastic run says; raises UserError where there is none."""
+    """Return what the folder of an elastic run says; raises UserError where it cannot be read."""
     path = folder / FILE_NAME
     try:
         values = json.loads(path.read_bytes())
         members = [Member(*each) for each in values["members"]]
         return Meeting(members, int(values["world_size"]), values["config"])
     except OSError as error:
-        raise UserError(
-            f"--join {folder}: {FILE_NAME} cannot be read ({error.strerror}): name the checkpoint.save of a run with "
-            "train.elastic=true that is under way"
-        ) from error
+        raise UserError(f"--join: {path} cannot be read ({error.strerror})") from error
     except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"--join {folder}: {FILE_NAME} is damaged; it is written again when ranks change") from error
+        raise UserError(f"--join: {path} is damaged; it is written again when ranks change") from error
+
+
+def find_meeting(folder: Path, limit_s: float) -> Meeting:
+    """Wait until a process of a run in this folder answers, and return what the folder says; raises UserError."""
+    end_s, is_told = time.monotonic() + limit_s, False
+    while True:
+        meeting = read_meeting(folder) if (folder / FILE_NAME).exists() else None
+        for member in meeting.members if meeting else ():
+            if meeting and ask(member.host, member.responder, ANSWER_S)[0] is Liveness.YES:
+                return meeting
+        if time.monotonic() > end_s:
+            raise UserError(
+                f"--join: no process of a run in {folder} has answered for {limit_s:.0f} s "
+                "(train.distributed_timeout_minutes): is one with train.elastic=true under way there?"
+            )
+        if not is_told:
+            print(f"> waits for the run in {folder} to begin", file=sys.stderr, flush=True)
+        is_told = True
+        time.sleep(1.0)

@@ -17,6 +17,7 @@ from megatron3d.errors import ExitCode
 from megatron3d.metrics.timers import BATCH, EVALUATE, SAVE
 from megatron3d.runtime.program import StopSignal
 from megatron3d.train.checkpointing import describe, describe_alone, source_of
+from megatron3d.train.fp8_loss import Fp8Loss
 from megatron3d.train.monitor.monitor import Monitor
 from megatron3d.train.monitor.reports import job_of, oom_report
 from megatron3d.train.noise_scale import NoiseScale
@@ -76,7 +77,8 @@ def _train(run: Run, stop: StopSignal, stop_file: StopFile, collector: ManualGc)
     config, state, train_iters = run.config.train, run.state, run.spec.train_iters
     job = job_of(run.spec, run.runtime.device)
     monitor = Monitor(run, job)
-    limits, rollbacks, noise, changes = ExitLimits(run.spec), Rollbacks(run), NoiseScale(run), RankChanges(run)
+    limits, rollbacks, changes = ExitLimits(run.spec), Rollbacks(run), RankChanges(run)
+    measurements = NoiseScale(run), Fp8Loss(run)
     stopping = False
     previous: Readout | None = None
 
@@ -98,8 +100,8 @@ def _train(run: Run, stop: StopSignal, stop_file: StopFile, collector: ManualGc)
         is_logged = limits.is_last(state.iteration + 1) or is_due(state.iteration + 1, run.config.logging.log_interval)
         with oom_report(job):
             settings = run.step_settings(batch)
-            noise.before_step(microbatches, settings, monitor.between_steps)
-            observer = monitor.begin_step()
+            for each in measurements:
+                each.before_step(microbatches, settings, monitor.between_steps)
             result = train_step(
                 state,
                 microbatches,
@@ -107,7 +109,7 @@ def _train(run: Run, stop: StopSignal, stop_file: StopFile, collector: ManualGc)
                 settings,
                 weight_decay=weight_decay,
                 stop_requested=stop_requested,
-                observer=observer,
+                observer=monitor.begin_step(),
                 before_update=lambda: hold_update(run),
                 watches_routers=is_logged,
             )
@@ -115,7 +117,8 @@ def _train(run: Run, stop: StopSignal, stop_file: StopFile, collector: ManualGc)
         # A step's numbers are read one step later, so that the host never waits for the device.
         stopping = limits.end_after(state.iteration, previous)
         monitor.end_step(result, lr, batch, is_logged=is_logged or stopping)
-        noise.after_step(result)
+        for each in measurements:
+            each.after_step(result)
         collector.after_step(state.iteration)
 
         best_loss = evaluate_and_compare(run, monitor)

@@ -249,7 +249,7 @@ def join_at_step_10(
     while not (place / "members.json").exists() or (lost is not None and not replans(folder)):
         assert run.poll() is None
         time.sleep(0.1)
-    joins = launch_forked("pretrain_gpt.py", num_new, *arguments, "--join", str(place))
+    joins = launch_forked("pretrain_gpt.py", num_new, *arguments, "--join")
     assert joins.stderr is not None
     for _ in range(num_new):
         assert any("waits to join" in line for line in joins.stderr)

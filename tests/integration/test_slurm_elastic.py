@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -40,43 +41,66 @@ sys.exit(process.run_program(pretrain_gpt.main))
 """
 
 
-def test_a_node_that_fails_does_not_end_the_job(tmp_path: Path, pool: Pool) -> None:
+@pytest.fixture
+def slurm(tmp_path: Path) -> Iterator[Slurm]:
     if why := missing():
         pytest.skip(why)
-    config, folder, log = write_config(tmp_path), tmp_path / "elastic", tmp_path / "job.log"
-    (tmp_path / "two.yaml").write_text(CLUSTER)
-    (tmp_path / "slow.py").write_text(SLOW.format(root=str(ROOT)))
-    typed = [
-        "--config",
-        str(config),
-        "--cluster",
-        str(tmp_path / "two.yaml"),
-        "--nodes",
-        "2",
-        "--time",
-        "10",
-        "--warn",
-        "30",
-    ]
-    typed += ["--python", sys.executable, "--sbatch", f"output={log}", "--output", str(tmp_path / "job.sbatch")]
-    typed += [*in_run(str(folder)), *KEYS, "train.elastic=true"]
-    assert make_slurm.main(typed) == 0
-    job = tmp_path / "job.sbatch"
-    job.write_text(job.read_text().replace(" pretrain_gpt.py ", f" {tmp_path}/slow.py "))
     (tmp_path / "slurm").mkdir()
     with contextlib.closing(Slurm(tmp_path / "slurm")) as cluster:
         cluster.start()
-        number = cluster.run("sbatch", "--parsable", str(job)).strip()
-        journal = folder / "metrics.jsonl"
-        cluster.until(
-            lambda: journal.exists() and len(steps(folder)) > 2, lambda: log.read_text() if log.exists() else ""
-        )
-        for member in json.loads((folder / "members.json").read_text())["members"][2:]:
-            os.kill(member[-1], signal.SIGKILL)
-        cluster.run("scontrol", "update", f"NodeName={NODES[1]}", "State=DOWN", "Reason=lost")
-        assert cluster.wait(number) == Job("COMPLETED", ExitCode.DONE, 0), log.read_text()
-    said = log.read_text()
-    assert "> lost processes: 2, 3; training goes on from iteration" in said and "> done: ranks were lost" in said
-    pool.run(run_as_rank, 1, config, [[*in_run(str(tmp_path / "whole")), *KEYS]])
-    pairs = zip(steps(folder), steps(tmp_path / "whole"), strict=True)
-    assert max(abs(mine[1] - other[1]) for mine, other in pairs) < 1e-10
+        yield cluster
+
+
+class ElasticJob:
+    """Job of an elastic run on the nodes of a cluster, and its log."""
+
+    def __init__(self, slurm: Slurm, folder: Path, typed: Sequence[str], keys: Sequence[str] = KEYS) -> None:
+        config, script = write_config(folder), folder / "job.sbatch"
+        (folder / "two.yaml").write_text(CLUSTER)
+        (folder / "slow.py").write_text(SLOW.format(root=str(ROOT)))
+        words = ["--config", str(config), "--cluster", str(folder / "two.yaml"), "--time", "10", "--warn", "30", *typed]
+        words += ["--python", sys.executable, "--sbatch", f"output={folder}/job.log", "--output", str(script)]
+        assert make_slurm.main([*words, *in_run(str(folder / "elastic")), *keys, "train.elastic=true"]) == 0
+        script.write_text(script.read_text().replace(" pretrain_gpt.py ", f" {folder}/slow.py "))
+        self._slurm, self._folder, self._keys, self.run = slurm, folder / "elastic", keys, folder
+        self._number = slurm.run("sbatch", "--parsable", str(script)).strip()
+
+    @property
+    def said(self) -> str:
+        log = self.run / "job.log"
+        return log.read_text() if log.exists() else ""
+
+    def lose(self, *ranks: int) -> None:
+        """Kill the processes of ranks once some steps are done."""
+        journal = self._folder / "metrics.jsonl"
+        self._slurm.until(lambda: journal.exists() and len(steps(self._folder)) > 2, lambda: self.said)
+        members = json.loads((self._folder / "members.json").read_text())["members"]
+        for rank in ranks:
+            os.kill(members[rank][-1], signal.SIGKILL)
+
+    def assert_done(self, pool: Pool) -> None:
+        """Require that the job ends well, with the losses of one process."""
+        assert self._slurm.wait(self._number) == Job("COMPLETED", ExitCode.DONE, 0), self.said
+        whole = self.run / "whole"
+        pool.run(run_as_rank, 1, self.run / "tiny.yaml", [[*in_run(str(whole)), *self._keys]])
+        pairs = zip(steps(self._folder), steps(whole), strict=True)
+        assert max(abs(mine[1] - other[1]) for mine, other in pairs) < 1e-10
+
+
+def test_a_node_that_fails_does_not_end_the_job(slurm: Slurm, tmp_path: Path, pool: Pool) -> None:
+    job = ElasticJob(slurm, tmp_path, ["--nodes", "2"])
+    job.lose(2, 3)
+    slurm.run("scontrol", "update", f"NodeName={NODES[1]}", "State=DOWN", "Reason=lost")
+    job.assert_done(pool)
+    assert (
+        "> lost processes: 2, 3; training goes on from iteration" in job.said and "> done: ranks were lost" in job.said
+    )
+
+
+def test_a_process_of_a_spare_node_takes_a_lost_place(slurm: Slurm, tmp_path: Path, pool: Pool) -> None:
+    """Two ranks compute a sample each of a batch of two, so that those of the other node can only replace them."""
+    job = ElasticJob(slurm, tmp_path, ["--nodes", "1", "--spares", "1"], [*KEYS, "train.global_batch_size=2"])
+    slurm.until(lambda: job.said.count("waits to join") == 2, lambda: job.said)
+    job.lose(1)
+    job.assert_done(pool)
+    assert "> lost processes: 1; joined: 2, 3; training goes on" in job.said and "on 2 ranks, data=2" in job.said

@@ -43,6 +43,8 @@ def fp8_problems(facts: Facts) -> Iterator[str]:
             f"{facts.named('logging.fp8_stats_interval')}: no element is counted with train.compile=true; use "
             "train.compile=auto"
         )
+    if config.logging.fp8_loss_interval is not None:
+        yield from _fp8_loss_problems(facts)
     if config.train.fp8_param_gather and not fp8.recipe.w.is_square:
         square = one_of([name for name, recipe in RECIPES.items() if recipe.w.is_square])
         yield (
@@ -55,6 +57,21 @@ def fp8_problems(facts: Facts) -> Iterator[str]:
             yield f"{facts.named('train.fp8_exclude')}: {show(pattern)} fits no linear; use {one_of(list(paths)[:3])}"
     if not any(map(fp8.takes, paths)):
         yield f"{where}: no linear is left that multiplies in fp8; leave it out, or exclude fewer"
+
+
+def _fp8_loss_problems(facts: Facts) -> Iterator[str]:
+    """Yield a message per key with which a forward of its own in precision has not the loss of the step."""
+    config, where = facts.config, facts.named("logging.fp8_loss_interval")
+    reasons = {
+        "train.fp8_param_gather": (config.train.fp8_param_gather, "ranks have no weights in precision with"),
+        "model.moe_expert_capacity_factor": (
+            config.model.moe_expert_capacity_factor is not None,
+            "forward alone drops no tokens, as a step does with",
+        ),
+    }
+    for key, (is_on, why) in reasons.items():
+        if is_on:
+            yield f"{where}: {why} {plain(config, key)}; leave one of the two out"
 
 
 def block_problems(facts: Facts, mode: Mode) -> Iterator[str]:

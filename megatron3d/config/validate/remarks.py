@@ -26,7 +26,7 @@ FP8_KEYS = (
     "fp8_exclude",
     "fp8_param_gather",
 )
-FP8_LOGGING = ("fp8_stats_interval",)
+FP8_LOGGING = ("fp8_stats_interval", "fp8_loss_interval")
 STREAMING = ("stream_key", "stream_lanes", "stream_shuffle_rows", "on_bad_record")
 # Value of train.recompute_granularity that each key belongs to.
 RECOMPUTE_KEYS = {"recompute_modules": "selective", "recompute_method": "full", "recompute_num_layers": "full"}

@@ -11,6 +11,7 @@ import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
 from shlex import quote
 from typing import Any
 
@@ -100,6 +101,19 @@ def describe_fp8_linears(state: TrainState) -> str | None:
     kept = " and ".join([*layers, *fp8.wide])
     stay = f"; {kept} stay in {train.precision}" if kept else ""
     return f"{describe_fp8(fp8, gemm_device(whole.device), whole.dtype)}{stay}"
+
+
+# Packages that multiply in fp8 in other frameworks, by the name of their distribution.
+FP8_PACKAGES = {"torchao": "torchao", "transformer-engine": "Transformer Engine"}
+
+
+def describe_fp8_packages(state: TrainState) -> str | None:
+    """Name the installed packages for fp8, none of which is imported."""
+    installed = []
+    for distribution, name in FP8_PACKAGES.items():
+        with contextlib.suppress(PackageNotFoundError):
+            installed.append(f"{name} {version(distribution)}")
+    return f"installed and not used: {', '.join(installed)}" if state.spec.fp8 and installed else None
 
 
 def describe_attention_kernel(state: TrainState) -> str:
@@ -199,6 +213,7 @@ def describe_buckets(state: TrainState) -> str | None:
 FACTS: tuple[Fact, ...] = (
     describe_gemms,
     describe_fp8_linears,
+    describe_fp8_packages,
     describe_attention_kernel,
     describe_experts,
     describe_context,

@@ -8,6 +8,7 @@ import pytest
 
 from megatron3d.config.resolve import resolve
 from megatron3d.errors import ExitCode, UserError
+from megatron3d.runtime.connections import Responder
 from megatron3d.runtime.epochs import Member
 from megatron3d.runtime.joining import FILE_NAME, Meeting, read_meeting, write_meeting
 from tests.support.tiny_run import in_run, refuse, run, write_config
@@ -34,16 +35,19 @@ def test_a_damaged_file_is_a_user_error(tmp_path: Path, text: str) -> None:
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
-    refuse(write_config(tmp_path), ["--join", "{here}/run"], ("--join", "train.elastic=true"))
+    config = write_config(tmp_path)
+    refuse(config, ["--join"], ("--join: needs train.elastic=true and checkpoint.save",))
+    keys = ["train.elastic=true", "train.distributed_timeout_minutes=0.01"]
+    outcome = run(config, *keys, "--join")
+    waits, problem = outcome.err.splitlines()
+    assert outcome.code == ExitCode.USER_ERROR and waits == f"> waits for the run in {tmp_path}/run to begin"
+    assert "no process of a run in" in problem and "is one with train.elastic=true under way there?" in problem
 
 
-def test_another_configuration_and_a_run_that_has_ended_are_refused(tmp_path: Path) -> None:
+def test_another_configuration_is_refused(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     keys = ["train.elastic=true", *in_run(str(tmp_path / "run"))]
-    folder = tmp_path / "run"
-    folder.mkdir()
+    (tmp_path / "run").mkdir()
     values = resolve(config, keys, 1).config.model_dump(mode="json")
-    write_meeting(folder, Meeting([Member(0, "127.0.0.1", 1, 1, "node1", 99)], 1, values))
-    refuse(config, [*keys, "--join", str(folder), "optimizer.lr=0.5"], ("optimizer.lr=0.5", "the run that is joined"))
-    outcome = run(config, *keys, "--join", str(folder))
-    assert outcome.code == ExitCode.CRASH and "no process of this run answers" in outcome.err
+    write_meeting(tmp_path / "run", Meeting([Member(0, "127.0.0.1", 1, Responder().port, "node1", 99)], 1, values))
+    refuse(config, [*keys, "--join", "optimizer.lr=0.5"], ("optimizer.lr=0.5", "the run that is joined"))

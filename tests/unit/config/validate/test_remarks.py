@@ -27,6 +27,7 @@ VALUES: dict[str, Any] = {
     "train.fp8_exclude": ("*.attention.proj",),
     "train.fp8_param_gather": True,
     "logging.fp8_stats_interval": 5,
+    "logging.fp8_loss_interval": 5,
     "train.tp_grad_reduce_in_bf16": True,
     "train.recompute_modules": ("mlp_act",),
     "train.recompute_method": "block",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 from typing import Any
 
 import pytest
@@ -15,12 +16,14 @@ from megatron3d.experts import grouped_matmul
 from megatron3d.hardware.devices import Peak
 from megatron3d.model.linear_spec import num_parameters
 from megatron3d.parallel.modes import MODES
+from megatron3d.train.monitor import reports
 from megatron3d.train.monitor.reports import (
     check_built,
     describe_buckets,
     describe_communicators,
     describe_connections,
     describe_context,
+    describe_fp8_packages,
     startup_report,
 )
 from megatron3d.train.state import TrainState, build_state
@@ -103,6 +106,34 @@ def test_the_report_names_what_multiplies_in_fp8() -> None:
     assert line.endswith("; layers 0 and *.attention.proj stay in fp32")
     assert "2 TFLOP/s in fp32, fp8 or not, per device" in text
     assert "> fp8" not in startup_report(build(0, 1, {}), None, {})
+
+
+@pytest.mark.parametrize(
+    ("versions", "said"),
+    [
+        ({}, None),
+        ({"torchao": "0.18.0"}, "installed and not used: torchao 0.18.0"),
+        (
+            {"torchao": "0.18.0", "transformer-engine": "2.9"},
+            "installed and not used: torchao 0.18.0, Transformer Engine 2.9",
+        ),
+    ],
+)
+def test_the_report_names_packages_of_fp8(
+    versions: dict[str, str], said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are looked up in a run with fp8 alone."""
+
+    def version(distribution: str) -> str:
+        if distribution not in versions:
+            raise PackageNotFoundError(distribution)
+        return versions[distribution]
+
+    monkeypatch.setattr(reports, "version", version)
+    train = {"micro_batch_size": 8, "global_batch_size": 16, "fp8": "e4m3", "fp8_recipe": "rowwise"}
+    spec = RunSpec(Config.model_validate({"model": MODEL, "train": train}), 1, VOCAB_SIZE)
+    assert describe_fp8_packages(build_state(spec, connect(spec), CPU)) == said
+    assert describe_fp8_packages(build(0, 1, {})) is None
 
 
 def describe_everywhere(rank: int, world_size: int) -> None:
