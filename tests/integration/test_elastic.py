@@ -14,7 +14,7 @@ import pytest
 from megatron3d.checkpoint.store import latest
 from megatron3d.errors import ExitCode
 from megatron3d.metrics.journal import read_journal
-from tests.support.tiny_run import launch_forked, launch_local, launch_ranks, steps, write_config
+from tests.support.tiny_run import evaluations, launch_forked, launch_local, launch_ranks, steps, write_config
 
 ITERS = 16
 KEYS = ["train.precision=fp64", f"train.train_iters={ITERS}", "train.micro_batch_size=1", "optimizer.lr=1e-3"]
@@ -161,6 +161,15 @@ def test_a_second_loss_while_the_ranks_connect(tmp_path: Path, undisturbed: list
 def test_a_loss_while_a_checkpoint_is_saved(tmp_path: Path, undisturbed: list[float], is_async: str) -> None:
     survive(tmp_path, 4, program(tmp_path, "loop.save", [(1, 2)]), f"checkpoint.async_save={is_async}")
     assert_equal(tmp_path, undisturbed)
+
+
+def test_a_loss_while_the_run_evaluates(tmp_path: Path, undisturbed: list[float]) -> None:
+    """The step before is complete, and goes on from memory; the evaluation that was interrupted is not repeated."""
+    path = program(tmp_path, "loop.report_validation_loss", [(1, 2)])
+    text = survive(tmp_path, 4, path, "train.eval_interval=4", "train.eval_iters=1")
+    assert "> going on from iteration 8 from memory" in text
+    assert_equal(tmp_path, undisturbed)
+    assert [iteration for iteration, _ in evaluations(tmp_path / "run")] == [4, 12, 16]
 
 
 def test_a_rank_that_cannot_connect_is_waited_for_by_nobody(tmp_path: Path, undisturbed: list[float]) -> None:
