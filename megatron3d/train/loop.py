@@ -128,8 +128,7 @@ def _train(run: Run, stop: StopSignal, stop_file: StopFile, collector: ManualGc)
             continue
         previous = numbers
         if not rollbacks.is_failing:
-            is_saved = save_what_is_due(run, monitor, best_loss)
-            changes.after_step(monitor.slow, at_checkpoint=is_saved)
+            changes.after_step(monitor.slow, at_checkpoint=save_what_is_due(run, monitor, best_loss))
 
     rollbacks.finish()
     save_last(run)
