@@ -191,10 +191,12 @@ class Quantization(NamedTuple):
     Attributes:
         source: what a kernel that quantizes in one pass reads: the values, the other form of the operand, which is fp8
             already, or nothing, since that pass makes both forms.
+        is_weight: it is W.
     """
 
     size: OperandSize
     source: str = "values"
+    is_weight: bool = False
 
     def moved_bytes(self, itemsize: int) -> int:
         """Return the bytes that a kernel reads and writes."""
@@ -271,13 +273,13 @@ class QuantizedMatmul:
         forward = (
             Quantization(self.stored("MK")),
             Quantization(self.stored("KM"), again),
-            Quantization(self.stored("NK")),
+            Quantization(self.stored("NK"), is_weight=True),
         )
         dy = self.stored("MN") if recipe.sends_dy else self.multiplied("MN")
         turned = Quantization(self.multiplied("NM"), "other form" if recipe.sends_dy else "same pass")
         if self.stores_w:
-            return forward[:-1], (Quantization(self.stored("KN"), "other form"), Quantization(dy), turned)
-        return forward, (Quantization(self.stored("KN")), Quantization(dy), turned)
+            return forward[:-1], (Quantization(self.stored("KN"), "other form", True), Quantization(dy), turned)
+        return forward, (Quantization(self.stored("KN"), is_weight=True), Quantization(dy), turned)
 
     def _blocks(self, dims: str) -> Blocks:
         return self.recipe.w if set(dims) == {"N", "K"} else self.recipe.x

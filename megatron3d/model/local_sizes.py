@@ -18,6 +18,8 @@ from megatron3d.linear.overlap_plan import OVERLAP_ALL, TPOverlap
 from megatron3d.model import spec as layer_kinds
 from megatron3d.model.linear_spec import EXPERT_LINEARS, MTP_LINEARS, LinearSize, linears_of_layer, mtp_linears
 from megatron3d.model.spec import (
+    CORE_ATTN,
+    DENSE_MLP,
     GATED,
     NO_RECOMPUTE,
     Architecture,
@@ -140,6 +142,7 @@ class LocalSizes:
         expert_load: rows of this rank's experts, in multiples of those of a balanced load.
         loss_chunk: largest chunk of tokens whose logits exist at a time.
         is_compiled: the compiler makes one kernel of the operations between linears.
+        defers_wgrads: the schedule splits backward.
         records_logits: forward finds the largest logit of each head.
         fp8: linears that multiply in fp8; None: none does.
         is_fp16: the network's dtype is fp16, which does not hold all values of fp8 times a power of 2.
@@ -162,6 +165,7 @@ class LocalSizes:
     expert_load: float = 1.0
     loss_chunk: LossChunk = CPU_LOSS_CHUNK
     is_compiled: bool = False
+    defers_wgrads: bool = False
     records_logits: bool = False
     fp8: Fp8 | None = None
     is_fp16: bool = False
@@ -247,6 +251,33 @@ class LocalSizes:
         """Return the recipe of a linear of this layer, or of its experts, if it multiplies in fp8."""
         layer = "mtp.0" if path in MTP_LINEARS else "mtp.0.layer" if self.is_ahead else f"layers.{self.layer}"
         return self.fp8.recipe if self.fp8 is not None and self.fp8.takes(f"{layer}.{path}") else None
+
+    def is_traced(self, path: str, plan: MatmulPlan) -> bool:
+        """Return whether a linear of this layer is in a compiled graph, which then makes its operands.
+
+        It has no axes, its wgrad does not wait, and the compiler takes its attention or its MLP (`model/layers.py`).
+        """
+        waits = self.defers_wgrads or (self.overlap.weight_grad and bool(self.mode.expand.on(self.mesh).w))
+        if not self.is_compiled or waits or plan.m or plan.k or plan.n or path in MTP_LINEARS:
+            return False
+        if path.startswith("attention."):
+            return not self._attention_is_eager
+        return self.experts is None and DENSE_MLP not in self.recompute.chosen
+
+    @property
+    def _attention_is_eager(self) -> bool:
+        """Whether the compiler leaves the attention of this layer out of its graph."""
+        arch, expand = self.arch, self.mode.expand.on(self.mesh)
+        return bool(
+            arch.attention_dropout
+            or self.attention.window is not None
+            or not arch.has_vanilla_softmax
+            or self.masks_documents
+            or CORE_ATTN in self.recompute.chosen
+            or self.heads.gather_axes
+            or self.mode.context
+            or (arch.is_latent and (expand.k or expand.n))
+        )
 
     @cached_property
     def head_matmul(self) -> LocalMatmul:

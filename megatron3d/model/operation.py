@@ -92,7 +92,8 @@ class Operation:
             which forward finds `once` what recomputation does not find again.
         result: what is kept where its module is recomputed, which leaves it out; None: it is recomputed as well.
         moves: bytes of further memory-bound kernels.
-        matmul, has_bias: its linear; `fp8`: the matmul where its operands are quantized.
+        matmul, has_bias: its linear; `fp8`: the matmul where its operands are quantized; `is_traced`: a compiled graph
+            makes X and dY.
         held: what forward holds meanwhile without keeping it for backward.
         operand_bytes: of X and dY as a deferred wgrad keeps them.
         params: paths of parameters whose gradients its backward gives, other than those under its name.
@@ -133,6 +134,7 @@ class Operation:
     matmul: LocalMatmul | None = None
     has_bias: bool = False
     fp8: QuantizedMatmul | None = None
+    is_traced: bool = False
     held: Sequence[Stored] = ()
     operand_bytes: int = 0
     params: Sequence[str] = ()
@@ -251,6 +253,7 @@ def linear(local: LocalSizes, path: str, x: Stored, num_bytes: int, matmul: Loca
         matmul=matmul,
         has_bias=has_bias,
         fp8=fp8,
+        is_traced=local.is_traced(path, matmul.plan),
         held=() if saved is x else (x,),
         operand_bytes=operands,
         accumulates=not matmul.plan.w,

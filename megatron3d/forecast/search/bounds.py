@@ -344,6 +344,8 @@ def _groups_with(
     shapes = groupby(pipelines(rest, arch.num_layers), key=itemgetter(0))
     by_ranks = {ranks: list(alike) for ranks, alike in shapes if rest // ranks % data == 0}
     whole = with_chunks(local_sizes(spec, problem.machine.kernels_of(spec)), problem.machine)
+    # Of all schedules the bound is that of the faster quantization: of blocks the kernel's, else the compiled graph's.
+    whole = replace(whole, defers_wgrads=spec.fp8 is not None and spec.fp8.recipe.block is not None)
     for size in microbatch_sizes(batch):
         if size % mesh.size(mode.batch_axes):
             continue

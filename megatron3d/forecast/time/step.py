@@ -154,7 +154,7 @@ def simulated_step(spec: RunSpec, machine: Machine) -> SimulatedStep:
     machine = as_configured(machine, spec)
     local = with_chunks(local_sizes(spec, machine.kernels_of(spec)), machine)
     return SimulatedStep(
-        local,
+        replace(local, defers_wgrads=simulated.pipeline.splits_backward),
         simulated.pipeline,
         spec.num_microbatches,
         spec.config.parallel.zero_stage,

@@ -24,6 +24,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from megatron3d.forecast.memory.activations import modules_of
+from megatron3d.linear.fp8_plan import Quantization, QuantizedMatmul, Recipe
 from megatron3d.linear.overlap_plan import IN_ROUNDS, NO_ROUNDS, async_plan, in_rounds
 from megatron3d.model.local_sizes import LocalSizes
 from megatron3d.model.operation import LocalGemm, Operation, Scores
@@ -85,6 +86,8 @@ FP8_GRAD_BYTES = 12.0
 # Accesses of torch's operations that quantize an element in the dtype of its value: without sign and largest value (3),
 # scale (2), conversion and order (3); and that restore one by way of fp32: conversion (2), scale (2), conversion (2).
 TORCH_QUANTIZATION, TORCH_RESTORATION = MemoryAccesses(8, 8, 5), MemoryAccesses(6, 6, 5)
+# Kernels of X or dY in compiled graphs: largest values in two steps, scales, values, and copies of data and scales.
+TRACED_KERNELS = 6
 
 
 class GemmKind(Enum):
@@ -280,24 +283,53 @@ def _gemm_kind(operation: Operation, local: LocalSizes) -> GemmKind:
 
 
 def _quantization(operation: Operation, local: LocalSizes) -> Iterator[Task]:
-    """Yield the kernels that quantize the operands of a linear and, where none multiplies fp8, restore them."""
+    """Yield the kernels that quantize the operands of a linear and, where none multiplies fp8, restore them.
+
+    A compiled graph makes X and dY itself, W is quantized outside.
+    """
     name, fp8 = operation.name, operation.fp8
     if fp8 is None:
         return
-    restores = not local.kernels.multiplies_fp8
-    is_one_pass = local.kernels.on_gpu and fp8.recipe.block is not None
-    value = local.itemsize if fp8.recipe.has_powers else local.wide
     for phases, each in zip((FORWARD, DGRAD), fp8.quantizations(), strict=True):
-        moved, count = float(sum(one.moved_bytes(local.itemsize) for one in each)), len(each)
-        if not is_one_pass:
-            made = [one for one in each if not (one.source == "other form" and fp8.recipe.x.is_square)]
-            moved = sum(one.size.numel for one in made) * value * TORCH_QUANTIZATION.forward
-            count = len(made) * TORCH_QUANTIZATION.num_kernels
+        outside = [one for one in each if one.is_weight or not operation.is_traced]
+        moved, count = _quantized(outside, fp8, local)
+        if operation.is_traced:
+            first, second = (one for one in each if not one.is_weight)
+            moved, count = moved + traced_bytes(first, second, fp8.recipe, local.itemsize), count + TRACED_KERNELS
         yield Task(name, QUANTIZATION, phases, size=moved, num_kernels=count)
+    restores = not local.kernels.multiplies_fp8
     for phases, operands in ((FORWARD, ("MK", "NK")), (DGRAD, ("MN", "KN")), (WGRAD, ("NM", "KM"))) * restores:
         numel, count = sum(fp8.multiplied(dims).numel for dims in operands), 2 * TORCH_RESTORATION.num_kernels
         moved = numel * local.wide * TORCH_RESTORATION.forward
         yield Task(name, QUANTIZATION, phases, size=moved, num_kernels=count)
+
+
+def _quantized(each: Sequence[Quantization], fp8: QuantizedMatmul, local: LocalSizes) -> tuple[float, int]:
+    """Return the bytes that kernels outside compiled graphs move, and their number: blocks take one on GPUs."""
+    if local.kernels.on_gpu and fp8.recipe.block is not None:
+        return float(sum(one.moved_bytes(local.itemsize) for one in each)), len(each)
+    value = local.itemsize if fp8.recipe.has_powers else local.wide
+    made = [one for one in each if not (one.source == "other form" and fp8.recipe.x.is_square)]
+    numel = sum(one.size.numel for one in made)
+    return numel * value * TORCH_QUANTIZATION.forward, len(made) * TORCH_QUANTIZATION.num_kernels
+
+
+def traced_bytes(first: Quantization, second: Quantization, recipe: Recipe, itemsize: int) -> float:
+    """Return the bytes that a compiled graph moves to make X or dY in both forms, and that transposing the second does.
+
+    By element of `itemsize`, v; Inductor fuses what has one order of elements, and reads no values but for these:
+
+        whole tensor            largest value v | both forms v + 1 + 1
+        rows, blocks            largest value of the second form v | that of the first, and both forms v + 1 + 1
+        dY that is sent as fp8  largest value, first form v + 1 | largest value of the second 1 | second form 1 + 1
+
+    The operator that multiplies copies the second form to its transpose, 1 + 1, and its scales.  What makes X or dY is
+    fused with the first of these kernels where that has its order, which is not counted.
+    """
+    is_made_of_fp8 = second.source == "other form" and not recipe.x.is_square
+    values = itemsize + 4 if is_made_of_fp8 else 2 * itemsize + 2
+    scales = (first.size.num_scales + 3 * second.size.num_scales) * recipe.scale_bytes
+    return first.size.numel * (values + 2) + scales
 
 
 def _operands(name: str, phases: str, calls: Sequence[Traffic], behind: tuple[str, ...], mesh: Mesh) -> Iterator[Task]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from megatron3d.config.read import read_config
 from megatron3d.config.validate.rules import check
 from megatron3d.errors import UserError
 from megatron3d.forecast.memory.step_spec import local_sizes
+from megatron3d.forecast.search.bounds import in_order, layout_groups
+from megatron3d.forecast.search.options import LayoutChoice, TensorChoice
 from megatron3d.forecast.search.problem import PlanningProblem, read_fixed
 from megatron3d.forecast.search.search import search
 from megatron3d.forecast.time.data_axis import data_axis_time
@@ -98,6 +101,43 @@ def test_tasks_of_a_linear() -> None:
     assert reduced and not [task for task in of_blocks.tasks if task.what == SCALES]
     (added,) = (task for task in of_blocks.tasks if (task.operation, task.what) == ("mlp.fc1", "accumulation"))
     assert added.size * added.accesses == 12 * w and not added.behind
+
+
+ALONE = ("parallel.tensor_model_parallel_size=1", "parallel.sequence_parallel=false", "parallel.zero_stage=3")
+
+
+def test_compiled_graphs_quantize_x_and_dy() -> None:
+    """Where no axis splits linears; W is quantized outside, by torch's operations: 8 accesses of each value."""
+    tokens, hidden, ffn = 8192, 4096, 2 * 14336
+    x, w, y = tokens * hidden, hidden * ffn, tokens * ffn
+    traced = 2 * 2 + 2 + 2  # two reads in bf16, both forms, and a transposed copy
+    for recipe, of_w in (("tensorwise", 8 * 4), ("rowwise", 8 * 2), ("blockwise", 2 + 1)):
+        tasks = [task for task in tasks_of(*fp8(recipe), *ALONE).tasks if task.operation == "mlp.fc1"]
+        sizes = [task.size for task in tasks if task.what == QUANTIZATION]
+        assert sizes == pytest.approx([x * traced + w * of_w, y * traced + w * of_w], rel=0.02)
+    eager = [task.size for task in tasks_of(*fp8("rowwise"), *ALONE, "train.compile=false").tasks if task.size]
+    assert 2 * 8 * (2 * x + w) in eager
+
+
+def test_compiled_recipes_of_rows_and_tensors_are_faster_than_bf16() -> None:
+    """Linears of tensor ranks stay out of compiled graphs, where these recipes take longer than bf16."""
+    plain, alone = step_s(), step_s("eos", *ALONE)
+    for recipe in ("tensorwise", "rowwise"):
+        assert step_s("eos", *fp8(recipe), *ALONE) < alone
+        assert step_s("eos", *fp8(recipe)) > plain
+
+
+def test_bounds_are_those_of_the_faster_quantization() -> None:
+    """A split backward keeps linears out of compiled graphs: blocks are quantized faster, rows slower."""
+    alone = TensorChoice("1d", "replicated", (1,))
+    for recipe in ("blockwise", "rowwise"):
+        here = problem("eos", *fp8(recipe), *ALONE, "model.num_layers=8")
+        fixed = read_fixed(["tensor_model_parallel_size=1", "pipeline_model_parallel_size=2", "zero_stage=1"])
+        groups = list(layout_groups(replace(here, fixed=fixed), Counter[str](), ["1d"]))
+        bounds = {bound.layout: bound.seconds for bound in in_order(groups)}
+        for schedule in ("1f1b", "zb-h1"):
+            layout = LayoutChoice(alone, 2, schedule, zero_stage=1)
+            assert 0.75 * here.plan(layout).step.step_s < bounds[layout] < here.plan(layout).step.step_s
 
 
 def test_weights_that_are_stored_in_fp8_are_quantized_once_per_step() -> None:
