@@ -53,13 +53,9 @@ def expert_operations(local: LocalSizes, experts: Experts, x: Stored) -> list[Op
     rows_at_home = _whole_rows(local, x)
     made = () if rows_at_home is x else (rows_at_home,)
     whole = Operation(name="mlp.whole_rows", reads=(x,), writes=made, sent=spread, sent_back=collect)
-    one = hidden * parts * ffn * (size < local.wide)  # dW of an expert, before it is added in fp32
     weighting = [_weighting(local, rows)] if experts.applies_probs_on_input else []
-    fc1 = replace(
-        _linear_of_rows(local, EXPERT_FC1, (parts * ffn, hidden), rows=rows, count=count, dw=one),
-        saves=_kept_rows(local, EXPERT_FC1, rows, hidden) or (Stored(EXPERT_FC1, "rows", rows * hidden * size),),
-        writes=(Stored(EXPERT_FC1, "output", parts * rows * ffn * size),),
-    )
+    fc1 = _rows_linear(local, EXPERT_FC1, Stored(EXPERT_FC1, "rows", rows * hidden * size), rows, parts * ffn, hidden)
+    fc1 = replace(fc1, writes=(Stored(EXPERT_FC1, "output", parts * rows * ffn * size),))
     between = Operation(
         name=ACTIVATION,
         reads=(fc1.output,),
@@ -72,10 +68,8 @@ def expert_operations(local: LocalSizes, experts: Experts, x: Stored) -> list[Op
     # The biases of rows that have their weights are saved; all ranks but the first of those that split experts add 0.
     adds_zeros = local.arch.has_mlp_bias and any(local.mesh.coord(axis) for axis in local.mode.etensor)
     zeros = [Stored(EXPERT_FC2, "biases of 0", count * hidden * size)] if adds_zeros else []
-    fc2 = replace(
-        _linear_of_rows(local, EXPERT_FC2, (hidden, ffn), rows=rows, count=count, dw=one),
-        saves=(*(_kept_rows(local, EXPERT_FC2, rows, ffn) or (between.output,)), *zeros),
-    )
+    fc2 = _rows_linear(local, EXPERT_FC2, between.output, rows, hidden, ffn)
+    fc2 = replace(fc2, saves=(*fc2.saves, *zeros))
     shared = mlp_operations(local, x, SHARED_FC1, SHARED_FC2) if experts.shared_ffn_hidden_size else []
     exchange, outer = _exchange(local, experts), _gather(local, experts)
     there = [outer.dispatch(), exchange.dispatch()]
@@ -90,25 +84,6 @@ def expert_operations(local: LocalSizes, experts: Experts, x: Stored) -> list[Op
     return [replace(operation, within=operation.within or (MOE,)) for operation in found[:end]] + found[end:]
 
 
-def _linear_of_rows(
-    local: LocalSizes, name: str, shape: tuple[int, int], *, rows: int, count: int, dw: int
-) -> Operation:
-    """Return a linear of `count` experts, each with W of this shape; `dw` are elements of a dW before it is added."""
-    outputs, features = shape
-    sent, sent_back = _largest_values(local, name, rows, count)
-    return Operation(
-        name=name,
-        gemms=(LocalGemm(rows / count, outputs, features, count),),
-        is_deferred=local.recipe_of(name) is None,
-        operand_bytes=_deferred_bytes(local, name, rows, features, outputs),
-        flops=2 * rows * features * outputs,
-        backward_flops=4 * rows * features * outputs,
-        sent=sent,
-        sent_back=sent_back,
-        peaks=_backward_of_rows(local, name, rows, count, dw),
-    )
-
-
 def _beside_rows(local: LocalSizes, operation: Operation, experts: Experts) -> Operation:
     """Return an operation of shared experts, in whose backward gradients of rows are sent, and those of tokens come."""
     rows = local.gathered_tokens * experts.topk + local.expert_rows if _exchanges(local) else 0
@@ -117,6 +92,31 @@ def _beside_rows(local: LocalSizes, operation: Operation, experts: Experts) -> O
     coming = rows * local.arch.hidden_size * local.itemsize
     peaks = {name: size + coming for name, size in operation.peaks.items()}
     return replace(operation, peaks=peaks, dgrad_peak=operation.dgrad_peak and operation.dgrad_peak + coming)
+
+
+def _rows_linear(local: LocalSizes, name: str, x: Stored, rows: int, outputs: int, features: int) -> Operation:
+    """Return a linear of `rows` of this rank's experts, which keeps x or the rows in fp8."""
+    experts, parts = local.arch.experts, 2 if local.is_gated else 1
+    assert experts is not None, f"{name} is a linear of experts"
+    count = experts.num_experts // local.mesh.size(local.mode.experts)
+    # dW of an expert, before it is added in fp32.
+    one = local.arch.hidden_size * parts * local.expert_ffn * (local.itemsize < local.wide)
+    sent, sent_back = _largest_values(local, name, rows, count)
+    is_packed = name == EXPERT_FC1 and not experts.applies_probs_on_input
+    return Operation(
+        name=name,
+        saves=_kept_rows(local, name, rows, features) or (x,),
+        gemms=(LocalGemm(rows / count, outputs, features, count),),
+        fp8=_quantized(local, name, rows / count),
+        rows_packed=local.home_tokens * is_packed,
+        is_deferred=local.recipe_of(name) is None,
+        operand_bytes=_deferred_bytes(local, name, rows, features, outputs),
+        flops=2 * rows * features * outputs,
+        backward_flops=4 * rows * features * outputs,
+        sent=sent,
+        sent_back=sent_back,
+        peaks=_backward_of_rows(local, name, rows, count, one),
+    )
 
 
 def _kept_rows(local: LocalSizes, name: str, rows: int, features: int) -> tuple[Stored, ...]:

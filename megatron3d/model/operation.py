@@ -92,8 +92,9 @@ class Operation:
             which forward finds `once` what recomputation does not find again.
         result: what is kept where its module is recomputed, which leaves it out; None: it is recomputed as well.
         moves: bytes of further memory-bound kernels.
-        matmul, has_bias: its linear; `fp8`: the matmul where its operands are quantized; `is_traced`: a compiled graph
-            makes X and dY.
+        matmul, has_bias: its linear; `fp8`: the matmul, or that of one expert, where its operands are quantized;
+            `is_traced`: a compiled graph makes X and dY; `rows_packed`: rows of X that this rank quantizes and packs
+            before they are sent to experts.
         held: what forward holds meanwhile without keeping it for backward.
         operand_bytes: of X and dY as a deferred wgrad keeps them.
         params: paths of parameters whose gradients its backward gives, other than those under its name.
@@ -135,6 +136,7 @@ class Operation:
     has_bias: bool = False
     fp8: QuantizedMatmul | None = None
     is_traced: bool = False
+    rows_packed: int = 0
     held: Sequence[Stored] = ()
     operand_bytes: int = 0
     params: Sequence[str] = ()

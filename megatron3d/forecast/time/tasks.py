@@ -19,6 +19,7 @@ each element is read and written once more.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from enum import Enum
 from itertools import chain
 from typing import NamedTuple
@@ -202,6 +203,9 @@ def _kernels(operation: Operation, local: LocalSizes) -> Iterator[Task]:
         yield Task(name, MOVED, FORWARD, size=move.forward, num_kernels=move.num_forward, hides=keys[FORWARD])
         yield Task(name, MOVED, DGRAD, size=move.backward, num_kernels=move.num_backward, hides=keys[DGRAD])
     for gemm in operation.gemms:
+        if operation.fp8 is not None:
+            yield from _rows_in_fp8(operation, operation.fp8, gemm, local)
+            continue
         yield Task(name, PRODUCT, FORWARD, gemm, hides=name)
         if not operation.backward_flops:
             continue
@@ -271,6 +275,42 @@ def _linear(operation: Operation, before: str, local: LocalSizes) -> Iterator[Ta
     for phases, size in (sizes | {WGRAD: copied.x + copied.w}).items():
         if size:
             yield Task(name, CONCAT, phases, size=size)
+
+
+def _rows_in_fp8(operation: Operation, fp8: QuantizedMatmul, gemms: LocalGemm, local: LocalSizes) -> Iterator[Task]:
+    """Yield the kernels of experts' rows in fp8 (`linear/fp8_rows.py`), whose GEMMs are a loop over the experts.
+
+    X and dY are quantized once for all rows, W once per expert and direction.  Each Y and dX is copied to the rows of
+    its expert.  dW multiplies in the network's dtype, X restored from fp8, and is accumulated by its GEMM.
+    """
+    name, kind, count, one = operation.name, _gemm_kind(operation, local), gemms.batch, gemms._replace(batch=1)
+    rows, packed = replace(fp8, m=round(gemms.m * count)), operation.rows_packed
+    x, wgrad = replace(fp8, m=packed or rows.m).multiplied("MK"), f"{name}, wgrad"
+    y_bytes, dx_bytes = (2 * one.m * numel * local.itemsize for numel in (one.n, one.k))
+    of_w = (Quantization(fp8.multiplied(dims), is_weight=True) for dims in ("NK", "KN"))
+    for phases, size, w, product_bytes in (
+        (FORWARD, x, next(of_w), y_bytes),
+        (DGRAD, rows.multiplied("MN"), next(of_w), dx_bytes),
+    ):
+        moved, num_kernels = _quantized([Quantization(size)], fp8, local)
+        yield Task(name, QUANTIZATION, phases, size=moved, num_kernels=num_kernels)
+        moved, num_kernels = _quantized([w], fp8, local)
+        if fp8.stores_w:  # its transpose is a copy
+            moved, num_kernels = 2.0 * w.size.numel * (phases == DGRAD), 1
+        yield Task(name, QUANTIZATION, phases, size=moved, num_kernels=num_kernels, repeats=count)
+        yield Task(name, PRODUCT, phases, one, kind, repeats=count)
+        yield Task(name, MOVED, phases, size=product_bytes, repeats=count)
+    if packed:  # bytes of data and scales side by side, and apart
+        yield Task(name, MOVED, FORWARD, size=2.0 * (x.num_bytes + rows.multiplied("MK").num_bytes), num_kernels=3)
+    restored: dict[str, Sequence[str]] = {WGRAD: ("MK",)}
+    if not local.kernels.multiplies_fp8:
+        restored |= {FORWARD: ("MK", "NK"), DGRAD: ("MN", "KN")}
+    for phases, operands in restored.items():
+        moved = sum(fp8.multiplied(dims).numel for dims in operands) * local.wide * TORCH_RESTORATION.forward
+        num_kernels = len(operands) * TORCH_RESTORATION.num_kernels
+        yield Task(name, QUANTIZATION, phases, size=moved, num_kernels=num_kernels, repeats=count)
+    yield Task(name, PRODUCT, WGRAD, one, repeats=count, hides=wgrad)
+    yield _accumulation(name, WGRAD, count * one.n * one.k, is_reduced=False)._replace(behind=(wgrad,))
 
 
 def _gemm_kind(operation: Operation, local: LocalSizes) -> GemmKind:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +21,17 @@ from megatron3d.forecast.time.data_axis import data_axis_time
 from megatron3d.forecast.time.hardware import DeviceModel, device_model, load_accelerator
 from megatron3d.forecast.time.layer import TimedTasks
 from megatron3d.forecast.time.step import load_machine, simulated_step
-from megatron3d.forecast.time.tasks import GEMM, QUANTIZATION, SCALES, GemmKind
+from megatron3d.forecast.time.tasks import (
+    ACCUMULATION,
+    DGRAD,
+    FORWARD,
+    GEMM,
+    MOVED,
+    QUANTIZATION,
+    SCALES,
+    WGRAD,
+    GemmKind,
+)
 from megatron3d.linear.fp8_plan import CAPABILITIES, RECIPES, has_kernel
 from megatron3d.linear.scaled_mm import KERNELS
 from megatron3d.model.operations import layer_operations
@@ -160,6 +171,70 @@ def test_weights_that_are_stored_in_fp8_are_quantized_once_per_step() -> None:
         for each in (others, narrow)
     )
     assert narrow_s / wide_s == pytest.approx(1 - sum(narrow.values()) / sum(held.values()) / 2, rel=0.01)
+
+
+EXPERTS, TOPK, FFN = 64, 8, 1024
+MIXTURE = (
+    *("model.num_layers=2", "model.hidden_size=2048", f"model.moe_ffn_hidden_size={FFN}", "model.seq_length=4096"),
+    *(f"model.num_moe_experts={EXPERTS}", f"model.moe_router_topk={TOPK}", "parallel.expert_model_parallel_size=8"),
+    *("parallel.moe_token_dispatcher_type=alltoall", *ALONE[:2], "parallel.zero_stage=1"),
+    "parallel.expert_load_imbalance=1",
+)
+
+
+def rows_moved(*overrides: str) -> Mapping[tuple[str, str, str], float]:
+    """Return the bytes of kernels of experts by linear, kernel and phases."""
+    moved = Counter[tuple[str, str, str]]()
+    for task in tasks_of(*MIXTURE, *overrides).tasks:
+        if task.operation in ("mlp.experts.fc1", "mlp.experts.fc2") and task.size:
+            name = task.operation[-3:], task.what, task.phases
+            moved[name] += round(task.size * task.accesses * task.repeats)
+    return moved
+
+
+def test_rows_of_experts_are_quantized_once_and_matrices_by_expert() -> None:
+    """X of fc1 is quantized where tokens are at home, and packed there; dW restores X by torch's operations."""
+    tokens, hidden, own = 4096, 2048, EXPERTS // 8
+    rows, w = tokens * TOPK, own * 2 * FFN * hidden
+    data = 1 + 4 / 128
+    moved = rows_moved(*fp8("blockwise"))
+    expected = {
+        ("fc1", QUANTIZATION, FORWARD): tokens * hidden * (2 + data) + w * (2 + 1),
+        ("fc1", QUANTIZATION, DGRAD): rows * 2 * FFN * (2 + data) + w * (2 + 1),
+        ("fc1", QUANTIZATION, WGRAD): rows * hidden * 4 * 6,
+        ("fc1", MOVED, FORWARD): rows * 2 * FFN * 2 * 2 + 2 * (tokens + rows) * hidden * data,
+        ("fc1", MOVED, DGRAD): rows * hidden * 2 * 2,
+        ("fc1", ACCUMULATION, WGRAD): 10 * w,
+        ("fc2", QUANTIZATION, FORWARD): rows * FFN * (2 + data) + w / 2 * (2 + 1),
+        ("fc2", QUANTIZATION, DGRAD): rows * hidden * (2 + data) + w / 2 * (2 + 1),
+        ("fc2", QUANTIZATION, WGRAD): rows * FFN * 4 * 6,
+        ("fc2", MOVED, FORWARD): rows * hidden * 2 * 2,
+        ("fc2", MOVED, DGRAD): rows * FFN * 2 * 2,
+        ("fc2", ACCUMULATION, WGRAD): 10 * w / 2,
+    }
+    assert moved == pytest.approx(expected, rel=0.001)
+    stored = rows_moved(*fp8("blockwise"), "train.fp8_param_gather=true")
+    assert moved["fc1", QUANTIZATION, FORWARD] - stored["fc1", QUANTIZATION, FORWARD] == pytest.approx(3 * w, rel=0.001)
+    assert moved["fc1", QUANTIZATION, DGRAD] - stored["fc1", QUANTIZATION, DGRAD] == pytest.approx(w, rel=0.001)
+    of_rows = rows_moved(*fp8("rowwise"))
+    assert of_rows["fc2", QUANTIZATION, FORWARD] == pytest.approx(8 * 2 * (rows * FFN + w / 2), rel=0.001)
+
+
+def test_gemms_of_experts_are_a_loop_over_them() -> None:
+    """One kernel multiplies all experts in bf16; in fp8 each has its own, and dW stays in bf16."""
+    for overrides, kinds, batch in (
+        ((), [GemmKind.NATIVE] * 3, EXPERTS // 8),
+        (fp8("blockwise"), [GemmKind.FP8, GemmKind.FP8, GemmKind.NATIVE], 1),
+    ):
+        found = [task for task in tasks_of(*MIXTURE, *overrides).tasks if task.operation == "mlp.experts.fc1"]
+        gemms = [task for task in found if task.gemm]
+        assert [task.kind for task in gemms] == kinds
+        assert {task.gemm.batch for task in gemms if task.gemm} == {batch}
+        assert {task.repeats for task in gemms} == {EXPERTS // 8 // batch}
+    plain = step_s("eos", *MIXTURE)
+    assert plain < step_s("eos", *MIXTURE, *fp8("rowwise")) and step_s("eos", *MIXTURE, *fp8("blockwise")) < 2 * plain
+    left_out = "train.fp8_exclude=['*.mlp.experts.*']"
+    assert step_s("eos", *MIXTURE, *fp8("blockwise"), left_out) < plain
 
 
 def test_layouts_that_cut_blocks_are_not_offered() -> None:
