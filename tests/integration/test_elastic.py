@@ -163,6 +163,22 @@ def test_a_loss_while_a_checkpoint_is_saved(tmp_path: Path, undisturbed: list[fl
     assert_equal(tmp_path, undisturbed)
 
 
+def test_a_loss_while_the_disk_is_full(tmp_path: Path, undisturbed: list[float]) -> None:
+    """The save of iteration 6 finds no space on any rank: the run goes on from memory, and saves again later."""
+    path = Path(program(tmp_path, "loop.train_step", [(3, 8)]))
+    full = "    from megatron3d.checkpoint import store\n    write, writes = store.write_boxes, []\n"
+    full += "    def writes_not(*arguments):\n        writes.append(1)\n        if len(writes) == 2:\n"
+    full += "            raise OSError(28, 'No space left on device')\n"
+    full += "        return write(*arguments)\n    store.write_boxes = writes_not\n    sys.exit"
+    path.write_text(path.read_text().replace("    sys.exit", full))
+    text = survive(tmp_path, 4, str(path), "checkpoint.async_save=true")
+    assert "iter_0000006 cannot be written: No space left on device" in text
+    assert "> going on from iteration 7 from memory" in text
+    assert_equal(tmp_path, undisturbed)
+    saved = {place.name for place in (tmp_path / "run").glob("iter_*")}
+    assert "iter_0000006" not in saved and "iter_0000016" in saved
+
+
 def test_a_loss_while_the_run_evaluates(tmp_path: Path, undisturbed: list[float]) -> None:
     """The step before is complete, and goes on from memory; the evaluation that was interrupted is not repeated."""
     path = program(tmp_path, "loop.report_validation_loss", [(1, 2)])
