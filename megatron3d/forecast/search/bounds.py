@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from megatron3d.config.model_defaults import token_dispatcher
 from megatron3d.config.run_spec import RunSpec
+from megatron3d.config.schema import OptimizerConfig
 from megatron3d.config.validate.rules import check
 from megatron3d.experts.plan import fold, stage_axes, with_experts
 from megatron3d.forecast.memory.activations import layer_activations, recomputed_activations, total_bytes
@@ -47,6 +48,7 @@ from megatron3d.model.expert_operations import expected_load
 from megatron3d.model.local_sizes import LocalSizes
 from megatron3d.model.operations import head_operations
 from megatron3d.model.spec import Architecture, Recompute
+from megatron3d.optim.rule_spec import rule_of
 from megatron3d.parallel.mesh import DATA, PIPELINE, Mesh
 from megatron3d.parallel.modes import MODES
 from megatron3d.parallel.modes.mode import Mode
@@ -173,8 +175,10 @@ class LayoutBound:
     Both are sums over the operations of layers and head, of which the first pipeline rank has its part.
     """
 
-    def __init__(self, local: LocalSizes, plain: PlainSeconds, weights: int) -> None:
+    def __init__(self, local: LocalSizes, plain: PlainSeconds, weights: int, optimizer: OptimizerConfig) -> None:
         self._local, self._weights, self._plain = local, weights, plain
+        rules = rule_of(optimizer).all
+        self._state_bytes = min(sum(rule.state_itemsizes(optimizer, local.wide)) for rule in rules)
         self._kinds = local.by_kind(range(local.arch.num_layers))
         self._busiest: dict[int, float] = {}
 
@@ -222,12 +226,14 @@ class LayoutBound:
     def least_bytes(self, share: PipelineShare, most: float = math.inf) -> float:
         """Return the bytes of weights, gradients, optimizer, and the activations of 1F1B's first rank; without these
         where the others are more than `most`."""
-        wide, context = self._local.wide, self._local.mode.context
-        size = 1 if self._local.stores_weights else self._local.itemsize
-        main = 0 if size == wide else wide
-        ranks = share.data * self._local.mesh.size(context)
+        wide, size = self._local.wide, self._local.itemsize
+        ranks = share.data * self._local.mesh.size(self._local.mode.context)
         parts = [1 / ranks if share.zero_stage >= stage else 1 for stage in (1, 2, 3)]
-        each = size * (parts[2] if main else 1) + (main + 2 * wide) * parts[0] + wide * parts[1]
+        # Sharded weights are master weights alone; weights in fp8 have master weights in every precision.
+        held = wide * parts[0] if parts[2] < 1 else size + wide * parts[0] * (size < wide)
+        if self._local.stores_weights and parts[2] == 1:
+            held = min(held, 1 + wide * parts[0])
+        each = held + self._state_bytes * parts[0] + wide * parts[1]
         state = each * self._weights / share.pipeline
         if state > most:
             return state
@@ -354,7 +360,7 @@ def _groups_with(
         plain = PlainSeconds(local, problem.machine)
         for granularity in RECOMPUTATIONS:
             here = local.recomputing(Recompute(granularity or "none"))
-            cost = LayoutBound(here, plain, weights)
+            cost = LayoutBound(here, plain, weights, problem.config.optimizer)
             for ranks, alike in by_ranks.items():
                 num, left = divmod(batch, rest // ranks * size)
                 if left:

@@ -10,6 +10,7 @@ from functools import cache
 from itertools import permutations
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -112,6 +113,38 @@ def test_bounds_are_lower_with_compiled_kernels_and_large_heads() -> None:
             assert tightness * seconds <= bounds[layout] <= seconds
         found.append(bounds[LayoutChoice(alone, zero_stage=1)])
     assert found[1] < 0.99 * found[0]
+
+
+DEEP = {"family": "llama", "num_layers": 48, "hidden_size": 2048, "num_attention_heads": 16, "ffn_hidden_size": 4096}
+IN_FP8 = {"fp8": "e4m3", "fp8_param_gather": True}
+NARROW = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
+
+
+@pytest.mark.parametrize(
+    ("train", "optimizer"),
+    [
+        ({"precision": "bf16"}, {}),
+        ({"precision": "fp32"}, {}),
+        ({"precision": "bf16", **IN_FP8}, {}),
+        ({"precision": "fp32", **IN_FP8, "num_layers_at_start_in_bf16": 40}, {}),
+        ({"precision": "bf16"}, {"optimizer": "lion"}),
+        ({"precision": "bf16"}, {"optimizer": "muon"}),
+        ({"precision": "bf16"}, NARROW),
+    ],
+)
+def test_no_layout_needs_less_memory_than_its_bound(train: dict[str, Any], optimizer: dict[str, Any]) -> None:
+    """A bound above the memory of a layout would leave that out; many layers make the state most of it."""
+    model = {**DEEP, "seq_length": 128, "tie_embeddings": False}
+    sections = {"model": model, "train": {"global_batch_size": 16, **train}, "optimizer": optimizer}
+    here = PlanningProblem(Config.model_validate(sections), 1024, "eos", 8)
+    parts: dict[tuple[str, int], float] = {}
+    for group in layout_groups(here, Counter[str]()):
+        layout = next(iter(group.bounds())).layout
+        config, case = layout.apply_to(here.config), (layout.tensor.mode, layout.zero_stage)
+        if case not in parts and layout.micro_batch_size == 1 and not check(config, 8, 1024):
+            parts[case] = group.cost.least_bytes(group.share) / here.memory(here.spec(config)).total
+    assert {zero for _, zero in parts} == {0, 1, 2, 3} and len(parts) == 16
+    assert all(0.5 < part <= 1 for part in parts.values()), parts
 
 
 def test_found_layouts_fit_and_are_in_order() -> None:
