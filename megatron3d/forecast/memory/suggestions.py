@@ -77,8 +77,10 @@ def _recomputations(step: StepSpec) -> Candidates:
     )
     undone = " train.recompute_method=null train.recompute_num_layers=null" if now.granularity == "full" else ""
     modules = " train.recompute_modules=null" if now.modules != NO_RECOMPUTE.modules else ""
+    # A linear in fp8 keeps its own input, so that nothing is saved by recomputing the activation before it.
+    refused = {both} if step.local.fp8 is not None else set[str]()
     for settings, price, recompute in steps:
-        if recompute != now:
+        if recompute != now and settings not in refused:
             rest = undone + (modules if settings != both else "")
             changed = replace(step, local=replace(step.local, recompute=recompute))
             yield f"train.recompute_granularity={settings}{rest}", price, changed
@@ -150,7 +152,7 @@ def makespan(pipeline: Pipeline, arch: Architecture) -> float:
 
 
 def fits(local: LocalSizes) -> bool:
-    """Return whether the mode's axes divide all that they split."""
+    """Return whether the mode's axes divide all that they split, into whole blocks of fp8's recipe."""
     mode, mesh = local.mode, local.mesh
     plans = (mode.expand, mode.contract, mode.embed)
     tokens = [mesh.size(layout[0]) for plan in plans for layout in (plan.x_layout, plan.y_layout)]
@@ -159,4 +161,17 @@ def fits(local: LocalSizes) -> bool:
         and all(local.num_tokens % ranks == 0 for ranks in tokens)
         and all(d.size % mesh.size(axes) == 0 for d in feature_dimensions(local.arch, mode) for axes in d.splits)
         and local.arch.padded_vocab_size % mode.vocab_multiple == 0
+        and all(_has_whole_blocks(local, path) for path in local.linears)
     )
+
+
+def _has_whole_blocks(local: LocalSizes, path: str) -> bool:
+    """Return whether shards of a linear's operands are whole blocks, if it multiplies in fp8."""
+    recipe, size, mesh = local.recipe_of(path), local.linears[path], local.mesh
+    if recipe is None or recipe.block is None:
+        return True
+    plan = size.plan(local.mode)
+    inputs, outputs = ({*plan.w_layout[1], *plan.x_layout[1]}, {*plan.w_layout[0], *plan.y_layout[1]})
+    split = (local.num_tokens, {*plan.x_layout[0], *plan.y_layout[0]}), (size.num_inputs, inputs)
+    parts = *split, *((part, outputs) for part in size.outputs.values())
+    return all(whole % (recipe.block * mesh.size(axes)) == 0 for whole, axes in parts)

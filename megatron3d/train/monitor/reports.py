@@ -94,7 +94,7 @@ def describe_gemms(state: TrainState) -> str | None:
 
 def describe_fp8_linears(state: TrainState) -> str | None:
     """Describe the recipe of fp8, the kernels that multiply by it, and the linears that stay in precision."""
-    fp8, train, whole = state.spec.fp8, state.spec.config.train, state.buffers.flat_buffers[0].params
+    fp8, train, whole = state.spec.fp8, state.spec.config.train, state.model.like
     if fp8 is None:
         return None
     layers = [f"layers {', '.join(map(str, sorted(fp8.wide_layers)))}"] if fp8.wide_layers else []

@@ -15,6 +15,7 @@ from megatron3d.config.read import read_config
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import Config
 from megatron3d.config.validate.rules import check
+from megatron3d.forecast.memory import suggestions
 from megatron3d.forecast.memory.rank import rank_memory
 from megatron3d.forecast.memory.step_spec import StepSpec, make_step_spec
 from megatron3d.forecast.memory.suggestions import fits, makespan, suggest
@@ -41,6 +42,11 @@ CONFIGS: dict[str, list[str]] = {
         "train.recompute_modules=[mlp_act]",
         "parallel.zero_stage=1",
     ],
+    "rows in fp8": ["train.fp8=e4m3", "train.fp8_recipe=rowwise", "train.recompute_granularity=selective"],
+    "blocks in fp8": [
+        *("model.hidden_size=512", "model.num_attention_heads=4", "parallel.tensor_model_parallel_size=4"),
+        *("train.fp8=e4m3", "train.micro_batch_size=2"),
+    ],
     "some layers recomputed": ["train.recompute_granularity=full", "train.recompute_method=block"],
 }
 
@@ -65,6 +71,15 @@ def test_each_change_is_the_closed_form_of_the_changed_configuration(name: str, 
     for change in changes:
         changed = rank_memory(step_of(read_config(path, [*CONFIGS[name], *change.settings.split()]).config)).total
         assert (change.total, change.saves) == (changed, now - changed), change.settings
+
+
+def test_changes_that_are_refused_with_fp8_are_not_suggested(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even where a change that saves nothing were worth naming, as recomputing an activation before a linear."""
+    monkeypatch.setattr(suggestions, "_WORTH", -1.0)
+    changes = suggest(step_of(read_config(path, CONFIGS["rows in fp8"]).config), count=10)
+    again = [change.settings for change in changes if "recompute" in change.settings]
+    assert len(again) == 1
+    step_of(read_config(path, [*CONFIGS["rows in fp8"], *again[0].split()]).config)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -23,6 +23,7 @@ from megatron3d.train.monitor.reports import (
     describe_communicators,
     describe_connections,
     describe_context,
+    describe_fp8_linears,
     describe_fp8_packages,
     startup_report,
 )
@@ -56,6 +57,23 @@ def size(mode: str) -> dict[str, int]:
 def test_every_mode_builds_the_configured_model() -> None:
     """Padding and replicas are not counted; one of the meshes has two data-parallel ranks."""
     run_turns(count_everywhere, 8, list(MODES))
+
+
+def describe_last_stage(rank: int, world_size: int) -> tuple[torch.dtype, str | None]:
+    sizes = {"num_layers": 3, "hidden_size": 256, "ffn_hidden_size": 512, "seq_length": 128, "norm_placement": "post"}
+    train = {"precision": "bf16", "global_batch_size": 2, "fp8": "e4m3", "fp8_param_gather": True, "bucket_mb": 0.001}
+    sections = {"model": {**MODEL, **sizes}, "train": train, "parallel": {"pipeline_model_parallel_size": world_size}}
+    spec = RunSpec(Config.model_validate(sections), world_size, VOCAB_SIZE, rank)
+    state = build_state(spec, connect(spec), CPU)
+    return state.buffers.flat_buffers[0].params.dtype, describe_fp8_linears(state)
+
+
+def test_fp8_is_described_by_the_dtype_of_the_network() -> None:
+    """The first buffer of a stage may be one of weights that are stored in fp8."""
+    found = run_turns(describe_last_stage, 2)
+    assert torch.float8_e4m3fn in [dtype for dtype, _ in found], found
+    assert all("bf16" in str(line) or "bfloat16" in str(line) for _, line in found), found
+    assert len({line for _, line in found}) == 1, found
 
 
 def test_a_dropped_layer_is_refused() -> None:
