@@ -42,11 +42,10 @@ sys.exit(process.run_program(pretrain_gpt.main))
 
 
 @pytest.fixture
-def slurm(tmp_path: Path) -> Iterator[Slurm]:
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     if why := missing():
         pytest.skip(why)
-    (tmp_path / "slurm").mkdir()
-    with contextlib.closing(Slurm(tmp_path / "slurm")) as cluster:
+    with contextlib.closing(Slurm(tmp_path_factory.mktemp("slurm"))) as cluster:  # sockets need a short path
         cluster.start()
         yield cluster
 

@@ -87,6 +87,8 @@ class Slurm:
     """A SLURM cluster that runs from `start` until `close`; its daemons end with this process in any case."""
 
     def __init__(self, folder: Path) -> None:
+        socket_path = folder / NODES[0] / f"{NODES[0]}_99.4294967295.0"
+        assert len(str(socket_path)) < 108, f"{folder}: too long for the sockets of job steps, which then never start"
         self._folder = folder
         self._daemons: list[subprocess.Popen[bytes]] = []
         self.environ = os.environ | {
