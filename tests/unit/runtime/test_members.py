@@ -12,13 +12,17 @@ from dataclasses import asdict
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from megatron3d.comm.process_groups import ProcessGroups
 from megatron3d.errors import ExitCode, RunFailed
+from megatron3d.parallel.mesh import Mesh
 from megatron3d.runtime import members as place
 from megatron3d.runtime.connections import Liveness, Responder, ask
 from megatron3d.runtime.epochs import Epoch, Member, Note
 from megatron3d.runtime.launcher_env import LauncherEnv
 from megatron3d.runtime.members import Members
+from megatron3d.runtime.process import lost_rank
 from megatron3d.runtime.watchdog import Losses, Watchdog
 
 LIMIT_S = 20.0
@@ -218,3 +222,16 @@ def test_a_spare_ends_with_the_run(make: Make) -> None:
     one.epoch = spare.epoch = Epoch(1, (0,), spares=(1,))
     one._server.set(place.ENDED, str(int(ExitCode.STOPPED)))
     assert spare._follow(0, place._connect_store(spare.book[0])) is ExitCode.STOPPED
+
+
+def test_a_connection_that_breaks_while_a_group_is_made_is_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank that sees it may be told of the loss later, and must not end meanwhile."""
+
+    def breaks(*_: object, **options: object) -> None:
+        raise dist.DistNetworkError("Connection reset by peer")
+
+    monkeypatch.setattr(dist, "new_group", breaks)
+    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+    with pytest.raises(dist.DistNetworkError) as found:
+        ProcessGroups(Mesh((("data", 2), ("t", 2)), 0), [("t",)], [], None)
+    assert lost_rank(found.value) == "Connection reset by peer"
