@@ -18,18 +18,11 @@ import torch
 
 from megatron3d.errors import ExitCode
 from tests.support.pool import Pool
-from tests.support.slurm import Job, Slurm, missing
+from tests.support.slurm import CLUSTER, Job, Slurm, missing
 from tests.support.tiny_run import ROOT, in_run, run_as_rank, steps, stored, write_config
 from tools import make_slurm, preprocess_data
 
 NUM_ITERS = 50
-CLUSTER = """
-name: two nodes of two processes
-accelerator: cpu
-cores: 2
-levels: [{name: node, ranks: 2, gb_s: 1, latency_us: 1}, {name: network, ranks: 4, gb_s: 1, latency_us: 1}]
-source: this test
-"""
 LAYOUT = ["parallel.tensor_model_parallel_size=2", f"train.train_iters={NUM_ITERS}", "model.hidden_dropout=0.1"]
 # Two seconds per step in a launch from iteration 0, so that the time limit comes before the end.
 SLOW = """

@@ -14,19 +14,12 @@ import pytest
 
 from megatron3d.errors import ExitCode
 from tests.support.pool import Pool
-from tests.support.slurm import NODES, Job, Slurm, missing
+from tests.support.slurm import CLUSTER, NODES, Job, Slurm, missing
 from tests.support.tiny_run import ROOT, in_run, run_as_rank, steps, write_config
 from tools import make_slurm
 
 ITERS = 30
 KEYS = [f"train.train_iters={ITERS}", "train.precision=fp64", "optimizer.lr=1e-3", "train.micro_batch_size=1"]
-CLUSTER = """
-name: two nodes of two processes
-accelerator: cpu
-cores: 2
-levels: [{name: node, ranks: 2, gb_s: 1, latency_us: 1}, {name: network, ranks: 4, gb_s: 1, latency_us: 1}]
-source: this test
-"""
 # A step takes long enough for a node to fail before the last one.
 SLOW = """
 import sys, time

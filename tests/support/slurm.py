@@ -23,6 +23,14 @@ from tests.support.tiny_run import ROOT
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "setpriv")
 PATH = f"{os.environ['PATH']}:/usr/sbin"
 NODES = ("127.0.0.1", "127.0.0.2")
+# File of this cluster for tools/make_slurm.py, with two ranks on a node.
+CLUSTER = """
+name: two nodes of two processes
+accelerator: cpu
+cores: 2
+levels: [{name: node, ranks: 2, gb_s: 1, latency_us: 1}, {name: network, ranks: 4, gb_s: 1, latency_us: 1}]
+source: tests
+"""
 MUNGE_FILES = {
     "key-file": "key",
     "socket": "munge",
