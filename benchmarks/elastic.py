@@ -3,8 +3,8 @@
 python benchmarks/elastic.py [--cases 60] [--rounds 3] [--seed 0] [--output benchmarks/results/elastic.json]
 
 A case is a layout, a moment of a step (forward, backward, optimizer, saving, replanning) and the processes that are
-killed there: 1, 2, or the 4 of a node; 90 cases would be all combinations.  It is survived
-when the run ends well, has logged each iteration once with the right number of samples, and every loss equals that of
+killed there: 1, 2, or the 4 of a node; 90 cases would be all combinations.  It is survived when the run ends well and
+loses no other process, has logged each iteration once with the right number of samples, and every loss equals that of
 an undisturbed run in float64 within 1e-10.  The row of the last step before a loss may be missing.  The time is that
 from the kill to the end of the first step after it, beside its parts: until the loss is noticed, and what the processes
 say of the rest.
@@ -260,6 +260,9 @@ def measure(case: Case, data: Path, expected: Mapping[int, float]) -> dict[str, 
     faults = list(faults_of(code, rows, expected))
     if killed_s is None or not replans:
         faults.append("nothing was lost")
+    killed = {rank for _, _, ranks in kills_of(case) for rank in ranks}
+    if others := {number for details in replans for number in details["lost"]} - killed:
+        faults.append(f"{sorted(others)} were not killed, but are lost")
     row = {**case._asdict(), "survived": not faults, "worst_difference": difference(rows, expected)}
     if faults or killed_s is None:
         return row | {"faults": faults, "said": said[-4000:]}

@@ -237,6 +237,20 @@ MUTATIONS = [
         ("tests/unit/runtime/test_members.py",),
     ),
     Mutation(
+        "a process ends a connection of its own for another one",
+        "runtime/connections.py",
+        "if _name(connection.fileno()) != name:",
+        "if not connection.fileno():",
+        ("tests/unit/runtime/test_members.py",),
+    ),
+    Mutation(
+        "a broken connection to a live process is its end",
+        "runtime/connections.py",
+        "            continue\n        except OSError:",
+        "            break\n        except OSError:",
+        ("tests/unit/runtime/test_members.py",),
+    ),
+    Mutation(
         "a run is interrupted for processes that it has no use for",
         "train/replan.py",
         ".num_ranks > spec.world_size",

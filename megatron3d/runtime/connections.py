@@ -16,6 +16,8 @@ from enum import Enum
 from pathlib import Path
 
 _OPEN = Path("/proc/self/fd")
+# Connections to a process that must break until it is taken for one that has ended.
+ATTEMPTS = 3
 
 
 def open_sockets() -> dict[str, int]:
@@ -23,10 +25,15 @@ def open_sockets() -> dict[str, int]:
     found: dict[str, int] = {}
     for path in _OPEN.iterdir() if _OPEN.is_dir() else ():
         with contextlib.suppress(OSError):  # it was closed meanwhile
-            name = str(path.readlink())
+            name = _name(int(path.name))
             if name.startswith("socket:"):
                 found[name] = int(path.name)
     return found
+
+
+def _name(descriptor: int) -> str:
+    """Return the name of an open file of this process, which no other one of a system has."""
+    return str((_OPEN / str(descriptor)).readlink())
 
 
 def shut_down(names: Collection[str], kept_ports: Collection[int]) -> int:
@@ -40,6 +47,8 @@ def shut_down(names: Collection[str], kept_ports: Collection[int]) -> int:
         if name not in names:
             continue
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+            if _name(connection.fileno()) != name:
+                continue  # another thread has closed it, and opened another one under its number
             if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getsockname()[1] not in kept_ports:
                 connection.getpeername()  # raises where it is not connected, as a server's that listens
                 connection.shutdown(socket.SHUT_RDWR)
@@ -84,15 +93,21 @@ class Liveness(Enum):
 
 
 def ask(host: str, port: int, limit_s: float) -> tuple[Liveness, int]:
-    """Return what is known of a process by its `Responder` within a limit, and the epoch that it has left."""
-    try:
-        with socket.create_connection((host, port), limit_s) as connection:
-            said = connection.recv(32)
-            return (Liveness.YES, int(said)) if said else (Liveness.ENDED, -1)
-    except (ConnectionRefusedError, ConnectionResetError, ValueError):  # the port may be another program's by now
-        return Liveness.ENDED, -1
-    except OSError:
-        return Liveness.NONE, -1
+    """Return what is known of a process by its `Responder` within a limit, and the epoch that it has left.
+
+    A connection that only breaks says little of the other process, which is asked once more.
+    """
+    for _ in range(ATTEMPTS):
+        try:
+            with socket.create_connection((host, port), limit_s) as connection:
+                return Liveness.YES, int(connection.recv(32))
+        except ConnectionRefusedError:
+            break
+        except (ConnectionError, ValueError):  # nothing was said, or the port is another program's by now
+            continue
+        except OSError:
+            return Liveness.NONE, -1
+    return Liveness.ENDED, -1
 
 
 def local_address(host: str, port: int) -> str:

@@ -71,7 +71,8 @@ def survive(folder: Path, num_ranks: int, path: str, *keys: str) -> str:
         out, errors = launched.communicate(timeout=150)
     finally:
         launched.kill()
-    assert launched.returncode == ExitCode.DONE, errors
+    print(out, errors)  # which a test that fails shows
+    assert launched.returncode == ExitCode.DONE
     return out + errors
 
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -17,8 +18,9 @@ import torch.distributed as dist
 from megatron3d.comm.process_groups import ProcessGroups
 from megatron3d.errors import ExitCode, RunFailed
 from megatron3d.parallel.mesh import Mesh
+from megatron3d.runtime import connections
 from megatron3d.runtime import members as place
-from megatron3d.runtime.connections import Liveness, Responder, ask
+from megatron3d.runtime.connections import ATTEMPTS, Liveness, Responder, ask, open_sockets
 from megatron3d.runtime.epochs import Epoch, Member, Note
 from megatron3d.runtime.launcher_env import LauncherEnv
 from megatron3d.runtime.members import Members
@@ -65,6 +67,38 @@ def test_the_responder_says_which_epoch_was_left() -> None:
     assert ask("127.0.0.1", responder.port, 1.0) == (Liveness.YES, -1)
     responder.left = 12
     assert ask("127.0.0.1", responder.port, 1.0) == (Liveness.YES, 12)
+
+
+@pytest.mark.parametrize("num_broken", [0, 1, 2, 10])
+def test_a_broken_connection_is_not_taken_for_the_end_of_a_process(num_broken: int) -> None:
+    """This process ends its own connections when ranks are lost: a live process that it asks would be killed."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            for number in range(num_broken + 1):
+                connection, _ = server.accept()
+                with connection:
+                    if number == num_broken:
+                        connection.sendall(b"3")
+
+        threading.Thread(target=answer, daemon=True).start()
+        expected = (Liveness.YES, 3) if num_broken < ATTEMPTS else (Liveness.ENDED, -1)
+        assert ask("127.0.0.1", server.getsockname()[1], 5.0) == expected
+
+
+def test_no_other_connection_is_shut_down_that_has_got_the_number_of_a_closed_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Between the look at all files and the end of one, other threads close and open some."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        old = socket.create_connection(server.getsockname())
+        with socket.create_connection(server.getsockname(), timeout=0.2) as new:
+            name = next(name for name, number in open_sockets().items() if number == old.fileno())
+            old.close()
+            monkeypatch.setattr(connections, "open_sockets", lambda: {name: new.fileno()})
+            assert connections.shut_down({name}, ()) == 0
+            with pytest.raises(TimeoutError):
+                new.recv(1)
 
 
 def test_a_process_that_has_left_the_epoch_is_a_loss_for_the_one_before_it(make: Make) -> None:
