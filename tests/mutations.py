@@ -1439,6 +1439,20 @@ MUTATIONS = [
         FP8_STATS,
     ),
     Mutation(
+        "rows of zeros change the share of elements that are saturated",
+        "train/monitor/fp8_stats.py",
+        "saturated / values if values else 0.0",
+        "saturated / total",
+        FP8_STATS,
+    ),
+    Mutation(
+        "matrices of experts are counted where they have rows",
+        "linear/fp8_rows.py",
+        'return operand if name == "W" else super()',
+        "return super()",
+        FP8_STATS,
+    ),
+    Mutation(
         "zeros count as lost in fp8",
         "train/monitor/fp8_stats.py",
         "is_value & (bits == 0)",

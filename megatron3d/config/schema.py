@@ -364,8 +364,8 @@ class LoggingConfig(Section, frozen=True):
     )
     fp8_stats_interval: int | None = key(
         None,
-        "with fp8: iterations between counts of saturated and underflowed elements of the operands of each linear, "
-        "experts' excepted; layers are not compiled then; default: never",
+        "with fp8: iterations between counts of saturated and underflowed elements of the operands of each linear; "
+        "layers are not compiled then; default: never",
         ge=1,
     )
     fp8_loss_interval: int | None = key(

@@ -197,7 +197,9 @@ class _Grouped(torch.autograd.Function):
         ctx.matmul, ctx.rows, ctx.param = matmul, rows, w_FK
         x = matmul.gemm.x(x_RK) if packed_RC is None else matmul.gemm.unpacked(packed_RC, x_RK)
         ctx.save_for_backward(*matmul.gemm.keep(x_RK, x, w_FK))
-        return grouped_product(x, matmul.by_expert(w_FK), rows, matmul.gemm)
+        w_ENK = matmul.by_expert(w_FK)
+        matmul.gemm.show_experts(w_ENK)
+        return grouped_product(x, w_ENK, rows, matmul.gemm)
 
     @staticmethod
     def backward(ctx: Any, dy_RN: Tensor) -> tuple[Tensor | None, ...]:

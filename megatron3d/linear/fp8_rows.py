@@ -32,7 +32,12 @@ class Fp8RowsGemm(Fp8Gemm):
         return Blocks(1, self.recipe.x.summed)
 
     def x(self, x_MK: Tensor, is_kept: bool = False) -> Operand:
-        return self._quantized(x_MK, self.row_blocks, self.format, self.plan.x_layout)
+        return self._watched("X", x_MK, self._quantized(x_MK, self.row_blocks, self.format, self.plan.x_layout))
+
+    def show_experts(self, w_ENK: Tensor) -> None:
+        if self._hook is not None and self._stored is None:
+            for w_NK in w_ENK:
+                self._hook("W", w_NK, self.w(w_NK))
 
     def w_of(self, w_ENK: Tensor, expert: int, at: Direction = Direction.FORWARD) -> Operand:
         if self._stored is None:
@@ -54,7 +59,8 @@ class Fp8RowsGemm(Fp8Gemm):
         return Operand(dy_MN)
 
     def gathered(self, dy: Operand) -> tuple[Operand, Operand]:
-        return self._quantized(dy.data, self.row_blocks, self.dy_format, (self.plan.m, self.plan.n)), dy
+        along_n = self._quantized(dy.data, self.row_blocks, self.dy_format, (self.plan.m, self.plan.n))
+        return self._watched("dY", dy.data, along_n), dy
 
     def keep(self, x_MK: Tensor, x: Operand, w_NK: Tensor) -> Kept:
         return x.data, x.scales, w_NK
@@ -69,6 +75,10 @@ class Fp8RowsGemm(Fp8Gemm):
 
     def dw_into(self, main_grad_NK: Tensor, dy: Operand, x: Operand, holds_gradient: bool) -> None:
         NATIVE.dw_into(main_grad_NK, dy, self._restored(x, dy), holds_gradient)
+
+    def _watched(self, name: str, t: Tensor, operand: Operand) -> Operand:
+        """Show no W of one expert: which of them have rows on a rank depends on the layout."""
+        return operand if name == "W" else super()._watched(name, t, operand)
 
     def _scaled(self, a: Operand, b: Operand, dtype: torch.dtype, is_fast: bool = False) -> Tensor | None:
         """Return a b^T by the scaled kernel; that of rows takes the scale of a whole matrix as one for each row."""

@@ -203,6 +203,9 @@ class Gemm:
         """Return W of one of the experts."""
         return self.w(w_ENK[expert], at)
 
+    def show_experts(self, w_ENK: Tensor) -> None:
+        """Show W of all experts to what watches the operands, also those that have no rows."""
+
     def dy(self, dy_MN: Tensor) -> Operand:
         """Return dY, or a shard of it, as it is gathered."""
         return Operand(dy_MN)

@@ -339,10 +339,9 @@ class GPT(nn.Module):
         self._activation_hook = hook or _no_hook
 
     def set_fp8_hook(self, hook: Fp8Hook | None) -> None:
-        """Call `hook` with the path of each linear and the operands that it quantizes; experts' are left out."""
-        for path, (linear, gemm) in self._fp8_linears().items():
-            if isinstance(linear, Linear):
-                gemm.watch(partial(hook, path) if hook else None)
+        """Call `hook` with the path of each linear and the operands that it quantizes."""
+        for path, (_, gemm) in self._fp8_linears().items():
+            gemm.watch(partial(hook, path) if hook else None)
 
     def _layers(self, layers: range, x_MH: Tensor, at: Pass) -> Tensor:
         for index in layers:

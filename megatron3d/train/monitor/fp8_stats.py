@@ -3,6 +3,8 @@
     saturated     elements that are stored as the format's largest number, to which all above are clamped or rounded
     underflowed   elements that are not 0 and are stored as 0
 
+Both are shares of the elements that are not 0, so that rows of zeros, as experts with a capacity have, change neither.
+
 Scales follow from the largest value of each block, so that few are saturated: those that round to the largest number.
 Blocks of zeros, and those with a value that is not finite, have no scale here; the latter let the step be skipped.
 
@@ -11,6 +13,9 @@ the global tensors of all microbatches of a step.  Ranks that hold copies, and b
 all elements of a tensor equally often, which changes no share: of equal operands shares are equal bit by bit in every
 layout.  An element that is 0 but for rounding, as the gradient of the first query of a sequence, may be 0 in one layout
 and underflow in another.
+
+Of the experts' linears all W are counted, with rows or not, and X of fc1 where tokens are at home, once for each token;
+other rows are counted once for each expert of a token.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ from megatron3d.comm.interface import Comm
 from megatron3d.linear.fp8 import LARGEST_EXPONENT, SMALLEST
 from megatron3d.linear.gemm import Operand
 from megatron3d.linear.scaled_mm import E4M3, E5M2
-from megatron3d.model.linear_spec import EXPERT_LINEARS, linears_of_model
+from megatron3d.model.linear_spec import linears_of_model
 from megatron3d.pipeline.engine import Observer
 from megatron3d.train.state import TrainState
 from megatron3d.train.step import StepResult
@@ -74,7 +79,7 @@ class Fp8Statistics:
             smallest, largest = ends[row]
             if total:
                 table.setdefault(path, {})[name] = {
-                    "saturated": saturated / total,
+                    "saturated": saturated / values if values else 0.0,
                     "underflowed": underflowed / values if values else 0.0,
                     "smallest_scale": -smallest if math.isfinite(smallest) else None,
                     "largest_scale": largest if math.isfinite(largest) else None,
@@ -91,7 +96,7 @@ class StepFp8Statistics:
         fp8, self._model = state.spec.fp8, state.model
         assert fp8 is not None, "linears multiply in fp8"
         paths = [path for path in linears_of_model(state.spec.arch) if fp8.takes(path)]
-        self._statistics = Fp8Statistics([path for path in paths if not path.endswith(EXPERT_LINEARS)], device)
+        self._statistics = Fp8Statistics(paths, device)
         self._model.set_fp8_hook(self._statistics.add)
 
     def observe(self, inner: Observer) -> Observer:

@@ -19,7 +19,7 @@ from megatron3d.data.loader import BatchLoader
 from megatron3d.errors import ExitCode
 from megatron3d.linear.fp8_plan import RECIPES
 from megatron3d.metrics.journal import read_journal
-from megatron3d.model.linear_spec import EXPERT_LINEARS, linears_of_model
+from megatron3d.model.linear_spec import linears_of_model
 from megatron3d.train.monitor.fp8_stats import OPERANDS, Fp8Statistics, StepFp8Statistics, Table
 from megatron3d.train.state import build_state
 from megatron3d.train.step import StepSettings, train_step
@@ -59,10 +59,10 @@ ROW = [448.0, -440.0, 430.0, 0.0, 2.0**-10, 1.01 * 2.0**-10, -(2.0**-12), 1.0]
 
 @pytest.mark.parametrize("name", OPERANDS)
 def test_known_elements_are_counted(name: str) -> None:
-    """All share a scale: two elements are stored as 448, and two of nine that are not 0 are lost."""
+    """All share a scale: of nine elements that are not 0 two are stored as 448, and two are lost."""
     t = torch.tensor([ROW, [0.0] * 6 + [2.0, 4.0]])
     found = counted("tensorwise", "e4m3", name, t)
-    assert found == {"saturated": 2 / 16, "underflowed": 2 / 9, "smallest_scale": 1.0, "largest_scale": 1.0}
+    assert found == {"saturated": 2 / 9, "underflowed": 2 / 9, "smallest_scale": 1.0, "largest_scale": 1.0}
     assert counted("tensorwise", "e4m3", name, t, t) == found
     halves = counted("tensorwise", "e4m3", name, t, t / 2)
     assert halves == {**found, "smallest_scale": 0.5}
@@ -98,6 +98,7 @@ LATENT = {
     "ffn_hidden_size": 64,
     "moe_shared_expert_intermediate_size": 32,
 }
+CAPACITY = {**LATENT, "moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
 FULL = RECOMPUTATIONS["every two layers"]
 # Model, keys of the layout, further keys of training, and the number of ranks.
 LAYOUTS: Mapping[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], int]] = {
@@ -109,6 +110,13 @@ LAYOUTS: Mapping[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], int]
     "ZeRO 3, replicas": (DENSE, {"zero_stage": 3, "num_distributed_optimizer_instances": 2}, {}, 4),
     "context": (DENSE, {"context_parallel_size": 2, "tensor_model_parallel_size": 2}, {}, 4),
     "latent attention, experts": (LATENT, {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}, {}, 4),
+    "experts with a capacity, on two ranks each": (CAPACITY, {"expert_model_parallel_size": 2}, FULL, 4),
+    "experts that are divided, some without rows": (
+        {**LATENT, "num_moe_experts": 48, "moe_router_topk": 1, "mtp_num_layers": 0},
+        {"expert_tensor_parallel_size": 2, "moe_token_dispatcher_type": "allgather"},
+        {},
+        4,
+    ),
 }
 
 
@@ -142,7 +150,7 @@ def test_every_layout_counts_the_elements_of_one_process(layout: str, recipe: st
     ((expected, loss),) = run_turns(watched, 1, alone)
     for table, got in run_turns(watched, num_ranks, config):
         assert table == expected and got == pytest.approx(loss, rel=1e-10)
-    paths = [path for path in linears_of_model(RunSpec(alone).arch) if not path.endswith(EXPERT_LINEARS)]
+    paths = list(linears_of_model(RunSpec(alone).arch))
     assert list(expected) == paths and all(tuple(each) == OPERANDS for each in expected.values())
     shares = [share for each in expected.values() for row in each.values() for share in list(row.values())[:2]]
     assert sum(share > 0 for share in shares if share is not None) > len(paths)
