@@ -244,6 +244,20 @@ MUTATIONS = [
         ("tests/unit/runtime/test_members.py",),
     ),
     Mutation(
+        "a send that gloo forgets is waited for",
+        "runtime/members.py",
+        "        LOSSES.is_lost = self._lost.is_set\n",
+        "",
+        ("tests/unit/runtime/test_members.py",),
+    ),
+    Mutation(
+        "a process waits at its end for a send that gloo forgot",
+        "runtime/members.py",
+        "    if LOSSES.has_given_up:",
+        "    if False:",
+        ("tests/unit/runtime/test_waits.py",),
+    ),
+    Mutation(
         "a broken connection to a live process is its end",
         "runtime/connections.py",
         "            continue\n        except OSError:",

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from megatron3d.comm.interface import Comm, ObjectCollectives
 from megatron3d.errors import RunFailed, UserError, is_machine_fault
 from megatron3d.parallel.mesh import Mesh
+from megatron3d.runtime.waits import wait_for_collective
 
 FAN_IN = 32
 # The store refuses values of more than 8 MiB.
@@ -87,14 +88,14 @@ class GroupObjects:
             return [value]
         content = _as_tensor(encode(value))
         sizes = [torch.empty(1, dtype=torch.int64) for _ in range(self.mesh.world_size)]
-        dist.all_gather(sizes, torch.tensor([len(content)]))
+        wait_for_collective(dist.all_gather(sizes, torch.tensor([len(content)]), async_op=True))
         longest = max(map(int, sizes))
         padded = torch.cat((content, content.new_zeros(longest - len(content))))
         if self.mesh.rank > 0:
-            dist.gather(padded, dst=0)
+            wait_for_collective(dist.gather(padded, dst=0, async_op=True))
             return None
         parts = [torch.empty_like(padded) for _ in sizes]
-        dist.gather(padded, parts, dst=0)
+        wait_for_collective(dist.gather(padded, parts, dst=0, async_op=True))
         return [decode(part[: int(size)].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
 
     def broadcast_object(self, value: Any) -> Any:
@@ -102,9 +103,9 @@ class GroupObjects:
             return value
         content = _as_tensor(encode(value)) if self.mesh.rank == 0 else torch.empty(0, dtype=torch.uint8)
         size = torch.tensor([len(content)])
-        dist.broadcast(size, src=0)
+        wait_for_collective(dist.broadcast(size, src=0, async_op=True))
         content = content if self.mesh.rank == 0 else torch.empty(int(size), dtype=torch.uint8)
-        dist.broadcast(content, src=0)
+        wait_for_collective(dist.broadcast(content, src=0, async_op=True))
         return value if self.mesh.rank == 0 else decode(content.numpy().tobytes())
 
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron3d.runtime.machine import CPU_BACKEND
+from megatron3d.runtime.waits import wait_for_transfer
 
 
 class PeerLink(Protocol):
@@ -40,4 +41,4 @@ class GlooPeerLink:
         works += [dist.irecv(each, self._source, group=self._group) for each in received if each.numel()]
         for work in works:
             assert work is not None, "this rank is in the group"
-            work.wait()
+            wait_for_transfer(work)

@@ -23,6 +23,7 @@ from megatron3d.comm.objects import GroupObjects, store_objects
 from megatron3d.comm.process_groups import CollectiveLog, ProcessGroups, current_device
 from megatron3d.parallel.mesh import Axes, Link, Mesh, disjoint_cover
 from megatron3d.runtime.machine import CPU_BACKEND, FAKE_BACKEND, GPU_BACKEND
+from megatron3d.runtime.waits import wait_for_collective, wait_for_transfer
 
 
 def _in_order(shards: Tensor, order: Sequence[int]) -> Tensor:
@@ -49,15 +50,16 @@ def below_one_another(x: Tensor, ranks: int, order: list[int] | None, dim: int) 
 
 
 class Works:
-    """Works of one transfer: its send and its receive (gloo), or one work of both (NCCL)."""
+    """Works of one transfer: its send, its receive, or both (gloo), or one work of both (NCCL)."""
 
-    def __init__(self, works: list[dist.Work]) -> None:
-        self._works = works
+    def __init__(self, works: Iterable[dist.Work | None], backend: str) -> None:
+        self._works = [work for work in works if work is not None]
+        self._wait = wait_for_transfer if backend == CPU_BACKEND else dist.Work.wait
 
     def wait(self) -> None:
         """Wait for all of them."""
         for work in self._works:
-            work.wait()
+            self._wait(work)
 
     def is_completed(self) -> bool:
         """Return whether all of them are done."""
@@ -231,7 +233,10 @@ class ProcessComm:
         def finish(sent: Tensor | None = sent) -> Tensor:
             self.log.wait(started)
             with self._wait_hook(self._live(axes)):
-                work.wait()
+                if self._backend == CPU_BACKEND and not isinstance(work, Works):
+                    wait_for_collective(work)
+                else:
+                    work.wait()
             return result(x)
 
         return Pending(finish, _never if self._is_fake else work.is_completed)
@@ -333,7 +338,7 @@ class ProcessComm:
             self._host_group = dist.new_group(backend=CPU_BACKEND) if self._backend == GPU_BACKEND else dist.group.WORLD
         sent, mine = torch.tensor([len(block) for block in blocks]), self.mesh.rank
         sizes = torch.empty_like(sent)
-        dist.all_to_all_single(sizes, sent, group=self._host_group)
+        wait_for_collective(dist.all_to_all_single(sizes, sent, group=self._host_group, async_op=True))
         total = int(sizes.sum())
         enough = memory is not None and len(memory) >= total
         received = (memory[:total] if memory is not None and enough else torch.empty(total, dtype=torch.uint8)).split(
@@ -347,9 +352,7 @@ class ProcessComm:
             for rank, block in enumerate(each)
             if rank != mine and len(block)
         ]
-        for work in works:
-            assert work is not None, "this rank is in the group"
-            work.wait()
+        Works(works, CPU_BACKEND).wait()
         return list(received)
 
     def shift(self, x: Tensor, out: Tensor, axes: Axes, by: int) -> Pending:
@@ -360,7 +363,7 @@ class ProcessComm:
             return completed(out.copy_(x))
         send = dist.P2POp(dist.isend, x, members[(mine + by) % ranks], group)
         receive = dist.P2POp(dist.irecv, out, members[(mine - by) % ranks], group)
-        return self._pending(Works(dist.batch_isend_irecv([send, receive])), out, axes, sent=x)
+        return self._pending(Works(dist.batch_isend_irecv([send, receive]), self._backend), out, axes, sent=x)
 
     def all_gather_matmul(self, a_MK: Tensor, b_NK: Tensor, axes: Axes, put: PutProduct) -> GatheredProduct:
         if shared := self._symmetric(a_MK.device, axes, "all_gather_matmul"):
@@ -388,12 +391,12 @@ class ProcessComm:
     def send(self, x: Tensor, link: Link) -> Pending:
         group, other = self._far_end(link, "send")
         x = x.contiguous()
-        return self._pending(dist.isend(x, other, group=group), x, (link.axis,))
+        return self._pending(Works([dist.isend(x, other, group=group)], self._backend), x, (link.axis,))
 
     def receive(self, out: Tensor, link: Link) -> Pending:
         group, other = self._far_end(link, "receive")
         assert out.is_contiguous(), f"a tensor of strides {out.stride()} cannot be received into"
-        return self._pending(dist.irecv(out, other, group=group), out, (link.axis,))
+        return self._pending(Works([dist.irecv(out, other, group=group)], self._backend), out, (link.axis,))
 
     def all_reduce_pair(self, x: Tensor, link: Link) -> Pending:
         group, _ = self._far_end(link, "all_reduce")

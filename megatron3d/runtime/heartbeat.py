@@ -78,7 +78,10 @@ def _faults() -> Iterator[None]:
 
 
 # Where a rank is whose main thread waits in a collective.
-COLLECTIVES_FILES = ("comm/process_comm.py", "comm/process_groups.py", "comm/objects.py", "comm/peer_link.py")
+COLLECTIVES_FILES = (
+    *("comm/process_comm.py", "comm/process_groups.py", "comm/objects.py", "comm/peer_link.py"),
+    "runtime/waits.py",
+)
 SILENT, LATE = "does not answer", "keeps the others waiting"
 MAX_RANKS_NAMED = 8
 MAX_RANKS_AT_FAULT = 32

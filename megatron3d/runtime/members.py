@@ -37,6 +37,7 @@ from megatron3d.runtime.epochs import Epoch, Member, Note, Planner, choose, newe
 from megatron3d.runtime.joining import Meeting, read_meeting
 from megatron3d.runtime.launcher_env import LauncherEnv
 from megatron3d.runtime.machine import CPU_BACKEND, GPU_BACKEND
+from megatron3d.runtime.waits import LOSSES, keep_for_ever
 from megatron3d.runtime.watchdog import Losses, Watchdog
 
 # The leader waits so long for a process that may live but does not answer; one whose store answers, and which is late,
@@ -137,6 +138,7 @@ class Members:
         return self.number == self.epoch.leader
 
     def __enter__(self) -> Members:
+        LOSSES.is_lost = self._lost.is_set
         if self._joined is not None:
             self._reason = f"waits to join the run in {self._joined}"
             self._read_meeting(self._joined)
@@ -623,6 +625,7 @@ class Members:
     # The end
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        LOSSES.is_lost = None
         if self.watchdog is not None:
             self.watchdog.__exit__(kind, error, trace)  # type: ignore[arg-type]
 
@@ -694,6 +697,8 @@ def _destroy_groups() -> None:
     """
     import torch.distributed as dist
 
+    if LOSSES.has_given_up:
+        keep_for_ever(dist.distributed_c10d._world.pg_map)
     if not dist.is_initialized():
         dist.init_process_group(CPU_BACKEND, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     with contextlib.suppress(RuntimeError, ValueError):

@@ -25,6 +25,7 @@ from megatron3d.runtime.epochs import Epoch, Member, Note
 from megatron3d.runtime.launcher_env import LauncherEnv
 from megatron3d.runtime.members import Members
 from megatron3d.runtime.process import lost_rank
+from megatron3d.runtime.waits import LOSSES
 from megatron3d.runtime.watchdog import Losses, Watchdog
 
 LIMIT_S = 20.0
@@ -99,6 +100,18 @@ def test_no_other_connection_is_shut_down_that_has_got_the_number_of_a_closed_on
             assert connections.shut_down({name}, ()) == 0
             with pytest.raises(TimeoutError):
                 new.recv(1)
+
+
+def test_waits_of_an_elastic_run_are_given_up_when_ranks_are_lost(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LOSSES, "is_lost", None)
+    one = make(0)
+    with pytest.raises(ConnectionError):
+        one.__enter__()  # which connects with nobody here
+    assert LOSSES.is_lost is not None and not LOSSES.is_lost()
+    one._lost.set()
+    assert LOSSES.is_lost()
+    one.__exit__(None, None, None)
+    assert LOSSES.is_lost is None
 
 
 def test_a_process_that_has_left_the_epoch_is_a_loss_for_the_one_before_it(make: Make) -> None:
