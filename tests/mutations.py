@@ -253,8 +253,15 @@ MUTATIONS = [
     Mutation(
         "a process waits at its end for a send that gloo forgot",
         "runtime/members.py",
-        "    if LOSSES.has_given_up:",
+        "    if not LOSSES.is_idle():",
         "    if False:",
+        ("tests/unit/runtime/test_waits.py",),
+    ),
+    Mutation(
+        "a process waits at its end for a collective that nobody waits for",
+        "comm/process_comm.py",
+        "            LOSSES.start(work)\n",
+        "            pass\n",
         ("tests/unit/runtime/test_waits.py",),
     ),
     Mutation(

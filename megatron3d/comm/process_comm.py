@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from megatron3d.comm.objects import GroupObjects, store_objects
 from megatron3d.comm.process_groups import CollectiveLog, ProcessGroups, current_device
 from megatron3d.parallel.mesh import Axes, Link, Mesh, disjoint_cover
 from megatron3d.runtime.machine import CPU_BACKEND, FAKE_BACKEND, GPU_BACKEND
-from megatron3d.runtime.waits import wait_for_collective, wait_for_transfer
+from megatron3d.runtime.waits import LOSSES, wait_for_collective, wait_for_transfer
 
 
 def _in_order(shards: Tensor, order: Sequence[int]) -> Tensor:
@@ -230,14 +231,15 @@ class ProcessComm:
         """
         assert work is not None, "this rank is not in its own group"
         started = self.log.last
+        wait: Callable[[], object] = work.wait
+        if self._backend == CPU_BACKEND and not isinstance(work, Works):
+            LOSSES.start(work)
+            wait = partial(wait_for_collective, work)
 
         def finish(sent: Tensor | None = sent) -> Tensor:
             self.log.wait(started)
             with self._wait_hook(self._live(axes)):
-                if self._backend == CPU_BACKEND and not isinstance(work, Works):
-                    wait_for_collective(work)
-                else:
-                    work.wait()
+                wait()
             return result(x)
 
         return Pending(finish, _never if self._is_fake else work.is_completed)

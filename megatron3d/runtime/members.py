@@ -697,8 +697,9 @@ def _destroy_groups() -> None:
     """
     import torch.distributed as dist
 
-    if LOSSES.has_given_up:
+    if not LOSSES.is_idle():
         keep_for_ever(dist.distributed_c10d._world.pg_map)
+    LOSSES.forget()
     if not dist.is_initialized():
         dist.init_process_group(CPU_BACKEND, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     with contextlib.suppress(RuntimeError, ValueError):

@@ -1,20 +1,24 @@
 """Waits for other ranks over gloo, which in an elastic run end when ranks are lost.
 
 Where a connection ends, gloo tells whoever waits for data; a send that was partly written it forgets, and who waits for
-that waits until the timeout of its group.  It can be told no more, so the wait is given up from outside: its thread,
-and the process group that would join it, stay behind until the process ends.
+that waits until the timeout of its group.  It can be told no more, so the wait is given up from outside: its thread
+stays behind until the process ends.  So does the process group of a collective that has not ended, waited for or not:
+its end would wait for that thread, and for all of this process, which then answers nobody.
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, Protocol
 
 # Time between two looks whether ranks are lost.
 POLL = timedelta(seconds=0.5)
+# Limit for collectives to end once their connections have.
+SETTLE_S = 1.0
 
 
 class GlooWork(Protocol):
@@ -30,7 +34,7 @@ class GivenUp(RuntimeError):
 
 
 class LossWatch:
-    """Says whether ranks are lost; there is one for all waits of a process.
+    """Says whether ranks are lost, and which collectives have not ended; there is one for all waits of a process.
 
     Attributes:
         is_lost: returns whether they are; None outside of elastic runs, where no wait is given up.
@@ -40,6 +44,26 @@ class LossWatch:
     def __init__(self) -> None:
         self.is_lost: Callable[[], bool] | None = None
         self.has_given_up = False
+        self._in_flight: list[GlooWork] = []
+
+    def start(self, work: GlooWork) -> None:
+        """Note a collective that has begun."""
+        if self.is_lost is not None:
+            self._in_flight = [*self._unfinished(), work]
+
+    def _unfinished(self) -> list[GlooWork]:
+        return [each for each in self._in_flight if not each.is_completed()]
+
+    def is_idle(self) -> bool:
+        """Return whether all collectives have ended, after a moment in which those do that gloo tells."""
+        end_s = time.monotonic() + SETTLE_S
+        while self._unfinished() and time.monotonic() < end_s:
+            time.sleep(0.01)
+        return not (self.has_given_up or self._unfinished())
+
+    def forget(self) -> None:
+        """Forget the collectives of process groups that are gone."""
+        self.has_given_up, self._in_flight = False, []
 
     def give_up_if_lost(self) -> None:
         """Raise GivenUp where ranks are lost."""
@@ -92,4 +116,3 @@ def keep_for_ever(groups: Iterable[Any]) -> None:
     """Keep process groups whose threads wait in vain: their end would wait for these, also that of the process."""
     for group in groups:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-    LOSSES.has_given_up = False

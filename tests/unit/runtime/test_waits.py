@@ -8,8 +8,12 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 
+from megatron3d.comm.process_comm import ProcessComm
+from megatron3d.parallel.mesh import Mesh
 from megatron3d.runtime import waits
+from megatron3d.runtime.process import fake_world
 from megatron3d.runtime.waits import LOSSES, GivenUp, GlooWork, wait_for_collective, wait_for_transfer
 from tests.support.tiny_run import launch_ranks
 
@@ -29,7 +33,7 @@ rank, x, other = dist.get_rank(), torch.zeros(1 << 24), torch.tensor([os.getpid(
 dist.broadcast(other, src=1)
 
 def start():
-    if kind == "collective":
+    if kind != "transfer":
         return dist.broadcast(x, src=0, async_op=True)
     return dist.isend(x, 1) if rank == 0 else dist.irecv(x, 0)
 
@@ -41,6 +45,8 @@ LOSSES.is_lost = lost.is_set
 time.sleep(1)
 os.kill(int(other), signal.SIGSTOP)
 work = start()
+if kind != "transfer":
+    LOSSES.start(work)
 
 def lose():
     time.sleep(1)
@@ -49,6 +55,9 @@ def lose():
 
 threading.Thread(target=lose).start()
 try:
+    if kind == "in flight":
+        lost.wait()
+        raise GivenUp("a wait for a rank was given up to be here")
     (wait_for_collective if kind == "collective" else wait_for_transfer)(work)
 except GivenUp as error:
     print(error)
@@ -79,8 +88,9 @@ class FakeWork:
 def no_loss(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(waits, "POLL", timedelta(seconds=0.05))
     monkeypatch.setattr(LOSSES, "is_lost", lambda: False)
+    monkeypatch.setattr(waits, "SETTLE_S", 0.3)
     yield
-    LOSSES.has_given_up = False
+    LOSSES.forget()
 
 
 @pytest.mark.parametrize("wait", WAITS)
@@ -112,10 +122,31 @@ def test_a_collective_that_is_completed_as_the_wait_times_out_is_done() -> None:
     wait_for_collective(Late(0.0))
 
 
+def test_collectives_are_idle_once_all_have_ended() -> None:
+    assert LOSSES.is_idle()
+    LOSSES.start(FakeWork(0.1))
+    LOSSES.start(FakeWork(0.0))
+    assert LOSSES.is_idle(), "they end in a moment"
+    LOSSES.start(FakeWork(5.0))
+    LOSSES.start(FakeWork(0.0))
+    assert not LOSSES.is_idle()
+    LOSSES.forget()
+    assert LOSSES.is_idle()
+
+
+def test_collectives_over_gloo_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = Mesh((("data", 2),), 0)
+    with fake_world(0, 2):
+        comm, noted = ProcessComm(mesh, [("data",)]), list[GlooWork]()
+        monkeypatch.setattr(LOSSES, "start", noted.append)
+        comm.all_reduce(torch.ones(2), ("data",)).wait()
+    assert len(noted) == 1
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["collective", "transfer"])
+@pytest.mark.parametrize("kind", ["collective", "in flight", "transfer"])
 def test_a_send_that_gloo_forgets_is_given_up_and_the_process_ends(tmp_path: Path, kind: str) -> None:
-    """Without that the wait, and the end of the process, would last for half an hour, torch's timeout."""
+    """Without that the wait, and the end of the group or the process, would last for half an hour, torch's timeout."""
     path = tmp_path / "program.py"
     path.write_text(PROGRAM)
     ranks = launch_ranks([str(path), kind], 2)
