@@ -95,7 +95,7 @@ class Liveness(Enum):
 def ask(host: str, port: int, limit_s: float) -> tuple[Liveness, int]:
     """Return what is known of a process by its `Responder` within a limit, and the epoch that it has left.
 
-    A connection that only breaks says little of the other process, which is asked once more.
+    A connection that only breaks says little of the other process, which is then asked again, `ATTEMPTS` times in all.
     """
     for _ in range(ATTEMPTS):
         try:
