@@ -481,6 +481,13 @@ MUTATIONS = [
         SOAP,
     ),
     Mutation(
+        "equal eigenvalues are sorted by their rounding",
+        "optim/soap.py",
+        ".clamp(min=damping).bfloat16()",
+        ".clamp(min=damping)",
+        SOAP,
+    ),
+    Mutation(
         "Grams decay like the second moment whatever their own decay is",
         "optim/soap.py",
         "shampoo_beta = beta2 if config.soap_shampoo_beta is None else config.soap_shampoo_beta",

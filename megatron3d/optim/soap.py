@@ -12,7 +12,8 @@ The authors begin with eigh of the first Gram.  That of a few tokens has rank be
 eigenvalue 0 follow the rounding, which is another in each layout.  So L and R begin as the identity, and the Gram that
 is multiplied has `DAMPING` times its mean eigenvalue on its diagonal, more than rounding: what lies far below stays as
 it is.  What gradients of the size of eps would add is there as well, since those that are 0 but for rounding have a
-Gram, too.
+Gram, too.  Eigenvalues that are equal but for rounding are not sorted: heads that share a value, and read one token
+each, give equal columns.
 """
 
 from __future__ import annotations
@@ -109,8 +110,8 @@ def refresh(states: Mapping[str, Tensor], side: str, is_skipped: Tensor, eps: fl
     m, v = moments if side == "left" else tuple(each.mT for each in moments)
     damping = DAMPING * gram.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True) + eps**2 * m.shape[-1]
     image = gram @ basis
-    # What lies below the damping counts as equal, and keeps its order: it may be rounding.
-    eigenvalues = (basis * image).sum(-2).clamp(min=damping)
+    # What lies below the damping, or is equal in bf16, keeps its order: the difference may be rounding.
+    eigenvalues = (basis * image).sum(-2).clamp(min=damping).bfloat16()
     order = eigenvalues.sort(dim=-1, descending=True, stable=True).indices
     image = _columns(image, order)
     q, r = torch.linalg.qr(image.addcmul_(_columns(basis, order), damping[..., None]))

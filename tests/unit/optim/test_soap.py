@@ -92,6 +92,7 @@ class Paper:
         gram, basis = self._grams[dim], self._bases[dim]
         damping = 1e-2 * gram.trace() / len(gram) + self._config.adam_eps**2 * self._v.shape[1 - dim]
         found = [max(float(column @ gram @ column), float(damping)) for column in basis.T]
+        found = torch.tensor(found).bfloat16().tolist()  # those that are equal but for rounding keep their order
         order = torch.tensor(sorted(range(len(found)), key=lambda place: -found[place]))
         self._v = self._v.index_select(dim, order)
         self._bases[dim] = orthonormal(gram @ basis[:, order] + damping * basis[:, order])
@@ -179,6 +180,16 @@ def test_rounding_of_a_gram_of_low_rank_stays_rounding() -> None:
             refresh(states, "left", APPLIED, 1e-8)
         bases.append(states["left_basis"])
     assert 0 < (bases[0] - bases[1]).abs().max() < 1e-11
+
+
+@pytest.mark.parametrize("noise", [0.0, 1e-13, -1e-13])
+def test_equal_eigenvalues_keep_their_order_under_rounding(noise: float) -> None:
+    """The rounding of another layout, or of another CPU, would swap columns of the basis."""
+    states = new_states(6, 4)
+    states["left_gram"][0] = torch.diag(torch.tensor([0.3, 0.7, 0.7 + noise, 0.3 + noise, 1.1, 1.1 + noise]).double())
+    refresh(states, "left", APPLIED, 1e-8)
+    expected = torch.eye(6).double()[:, [4, 5, 1, 2, 0, 3]]
+    torch.testing.assert_close(states["left_basis"][0], expected, rtol=0, atol=1e-12)
 
 
 def test_a_gradient_of_zeros_leaves_the_bases_as_they_are() -> None:
