@@ -1467,6 +1467,13 @@ MUTATIONS = [
         FP8_STATS,
     ),
     Mutation(
+        "scales of fp8 are reported of the first blocks of a stored weight",
+        "zero/fp8_shard.py",
+        "Operand(own[piece.where], self.scales[name][piece.at])",
+        "Operand(own[piece.where], self.scales[name][:1])",
+        FP8_STATS,
+    ),
+    Mutation(
         "rows of zeros change the share of elements that are saturated",
         "train/monitor/fp8_stats.py",
         "saturated / values if values else 0.0",

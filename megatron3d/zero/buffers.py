@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from megatron3d.comm.interface import Comm
 from megatron3d.linear.fp8_plan import reduced_axes
+from megatron3d.linear.gemm import Operand
 from megatron3d.linear.main_grad import MainGrads
 from megatron3d.parallel.layout import ParamSpec, Sharding
 from megatron3d.parallel.mesh import DATA, Axes
@@ -272,6 +273,11 @@ class Buffers:
         )
         for flat in self.flat_buffers:
             flat.quantize()
+
+    def operands(self) -> Iterator[tuple[str, Tensor, Operand]]:
+        """Yield this rank's shards of weights that are stored in fp8, by path, before and after quantization."""
+        for flat in self.flat_buffers:
+            yield from flat.operands()
 
     def _reduce_largest(self, values: Sequence[tuple[Axes, Tensor]]) -> None:
         """Reduce largest values in place, all of the same axes together."""

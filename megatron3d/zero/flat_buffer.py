@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron3d.comm.interface import Comm, Pending
+from megatron3d.linear.gemm import Operand
 from megatron3d.parallel.layout import ParamSpec, Sharding, shard_numel
 from megatron3d.parallel.mesh import PIPELINE, Axes, Link, Mesh
 from megatron3d.zero.fp8_shard import Fp8Shard, Held, StoredWeight
@@ -252,6 +253,11 @@ class FlatBuffer:
         """Write this rank's shard of weights that are stored in fp8, once largest values are reduced."""
         if self.fp8 is not None:
             self.fp8.quantize(self.main, self._own)
+
+    def operands(self) -> Iterator[tuple[str, Tensor, Operand]]:
+        """Yield this rank's shards of weights that are stored in fp8, by path, before and after quantization."""
+        if self.fp8 is not None:
+            yield from self.fp8.operands(self.main, self._own)
 
     def start_gather(self, comm: Comm) -> None:
         """Allocate `params` and start to all-gather it."""

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megatron3d.linear.fp8 import Fp8Gemm, largest_of_blocks, round_to_fp8, scales_of
 from megatron3d.linear.fp8_plan import Blocks
+from megatron3d.linear.gemm import Operand
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,16 @@ class Fp8Shard:
                 values = self._values(each, piece, main)
                 data = round_to_fp8(values, factor[piece.at], piece.blocks, gemm.format, gemm.recipe.has_powers)
                 into[piece.where] = data.view(-1)[piece.inside]
+
+    def operands(self, main: Tensor, own: Tensor) -> Iterator[tuple[str, Tensor, Operand]]:
+        """Yield, by weight, the elements of this rank's shard in the network's dtype, and as fp8 with their scales.
+
+        Args:
+            own: the shard in fp8, as `quantize` wrote it.
+        """
+        for name, each in self.weights.items():
+            for piece in _pieces(each):
+                yield name, main[piece.where].to(self.dtype), Operand(own[piece.where], self.scales[name][piece.at])
 
     def _values(self, each: Held, piece: _Piece, main: Tensor) -> Tensor:
         """Return the rows of a piece in the network's dtype, with zeros for elements of other ranks."""

@@ -14,7 +14,8 @@ all elements of a tensor equally often, which changes no share: of equal operand
 layout.  An element that is 0 but for rounding, as the gradient of the first query of a sequence, may be 0 in one layout
 and underflow in another.
 
-Of the experts' linears all W are counted, with rows or not, and X of fc1 where tokens are at home, once for each token;
+Weights that are stored in fp8 are counted where a rank updates them, before the step that multiplies them.  Of the
+experts' linears all W are counted, with rows or not, and X of fc1 where tokens are at home, once for each token;
 other rows are counted once for each expert of a token.
 """
 
@@ -98,6 +99,8 @@ class StepFp8Statistics:
         paths = [path for path in linears_of_model(state.spec.arch) if fp8.takes(path)]
         self._statistics = Fp8Statistics(paths, device)
         self._model.set_fp8_hook(self._statistics.add)
+        for name, t, operand in state.buffers.operands():
+            self._statistics.add(name.removesuffix(".weight"), "W", t, operand)
 
     def observe(self, inner: Observer) -> Observer:
         """Return `inner`, since linears call the statistics themselves."""

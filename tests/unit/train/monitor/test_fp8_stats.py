@@ -171,8 +171,15 @@ def test_a_run_writes_a_row_per_interval_and_trains_alike(tmp_path: Path) -> Non
     assert all(torch.equal(mine[name], tensor) for name, tensor in plain.items())
 
 
-def test_weights_that_are_stored_in_fp8_have_no_statistics() -> None:
-    model, parallel, train, num_ranks = LAYOUTS["ZeRO 3, replicas"]
-    config = with_fp8(model, parallel, "tensorwise", **train, fp8_param_gather=True)
-    table, _ = run_turns(watched, num_ranks, config)[0]
-    assert {tuple(each) for each in table.values()} == {("X", "dY")}
+STORED = ("2-D, data", "pipeline", "ZeRO 3, replicas", "latent attention, experts")
+
+
+@pytest.mark.parametrize("recipe", [name for name, recipe in RECIPES.items() if recipe.w.is_square])
+@pytest.mark.parametrize("layout", STORED)
+def test_weights_that_are_stored_in_fp8_have_the_same_statistics(layout: str, recipe: str) -> None:
+    """Their shards are counted where they are updated, whose cuts run through blocks."""
+    model, parallel, train, num_ranks = LAYOUTS[layout]
+    plain, stored = (with_fp8(model, parallel, recipe, **train, fp8_param_gather=stores) for stores in (False, True))
+    assert check(stored, num_ranks, VOCAB_SIZE) == []
+    expected, _ = run_turns(watched, num_ranks, plain)[0]
+    assert run_turns(watched, num_ranks, stored)[0][0] == expected
