@@ -293,6 +293,22 @@ MUTATIONS = [
         (*ELASTIC, "-k", "half"),
     ),
     Mutation(
+        "peers have no copies after a loss until the next interval",
+        "train/loop.py",
+        """describe(state, run.identity, run.config), best_loss=best_loss)
+    if run.memory:""",
+        """describe(state, run.identity, run.config), best_loss=best_loss)
+    if False:""",
+        (*ELASTIC, "-k", "copies_again"),
+    ),
+    Mutation(
+        "a checkpoint that a loss has interrupted is not made up for",
+        "train/build.py",
+        "saver.saved_at = on_rank_0(comm, lambda: newest_saved(saver.root, state.iteration))",
+        "saver.saved_at = state.iteration",
+        (*ELASTIC, "-k", "disk_is_full"),
+    ),
+    Mutation(
         "the LM head of nanotron weighs nothing",
         "forecast/time/practices.py",
         "arch.num_layers * layer + arch.padded_vocab_size * hidden",

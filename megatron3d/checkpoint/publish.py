@@ -247,6 +247,12 @@ def candidates(root: Path) -> list[tuple[Path, str | None]]:
     return [(folder, refusal) for _, _, folder, refusal in sorted(found, key=lambda each: each[:2], reverse=True)]
 
 
+def newest_saved(root: Path, iteration: int) -> int | None:
+    """Return the iteration of the newest permanent checkpoint of a run up to `iteration`."""
+    usable = [folder for folder, refusal in candidates(root) if refusal is None and not is_non_persistent(folder)]
+    return max((saved for folder in usable if (saved := iteration_of(folder)) <= iteration), default=None)
+
+
 def iteration_of(folder: Path) -> int:
     """Return the iteration that the name of a finished checkpoint's folder ends with."""
     return int(folder.name.removesuffix(".old").rpartition("_")[2])

@@ -191,6 +191,10 @@ class Journal:
             raise UserError(f"cannot write {self._path}: {error.strerror}; choose another checkpoint.save") from error
         self._size = self._file.tell()
 
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the rows that the file has."""
+        return read_journal(self._path)
+
     def drop_after(self, iteration: int) -> None:
         """Drop the lines after an iteration, which are the last ones."""
         kept = takewhile(

@@ -16,7 +16,7 @@ from megatron3d.checkpoint.async_saver import CheckpointSaver, Snapshot
 from megatron3d.checkpoint.held import Held
 from megatron3d.checkpoint.in_memory import InMemoryCheckpoints
 from megatron3d.checkpoint.index import meta_of
-from megatron3d.checkpoint.publish import LOCK_FILE, FolderLock, RetentionPolicy, is_non_persistent
+from megatron3d.checkpoint.publish import LOCK_FILE, FolderLock, RetentionPolicy, is_non_persistent, newest_saved
 from megatron3d.checkpoint.store import latest, resolve
 from megatron3d.comm.interface import Comm
 from megatron3d.comm.objects import background_comm, on_rank_0, run_on_all_ranks
@@ -303,8 +303,8 @@ def go_on(state: TrainState, identity: dict[str, JsonValue], held: Held, saver: 
     if restored.iteration is None:
         return False
     comm = state.model.comm
-    if saver is not None and restored.folder is not None and not is_non_persistent(restored.folder):
-        saver.saved_at = state.iteration
+    if saver is not None:
+        saver.saved_at = on_rank_0(comm, lambda: newest_saved(saver.root, state.iteration))
     if saver is not None and config.checkpoint.keep_best:
         saver.start_from(find_best(saver.root, state.iteration, comm))
     if comm.mesh.rank == 0:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from megatron3d.comm.objects import on_rank_0
 from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import TrainConfig
 from megatron3d.data.loader import BatchLoader
@@ -59,12 +60,17 @@ class ManualGc:
 STOP_FILE = "stop"
 
 
-def train(run: Run, stop: StopSignal) -> int:
+def train(run: Run, stop: StopSignal, goes_on: bool = False) -> int:
     """Train to the last iteration, or until a stop is requested; save, and return the exit code.
 
     An exception does not cost the checkpoint that a thread is writing, where the other ranks can still write theirs.
+
+    Args:
+        goes_on: after a loss of ranks, which may have interrupted what is due after the last step.
     """
     try:
+        if goes_on:
+            catch_up(run)
         with ManualGc(run.config.train) as collector, StopFile(stop_folder(run)) as stop_file:
             return _train(run, stop, stop_file, collector)
     except Exception:
@@ -138,7 +144,7 @@ def _train(run: Run, stop: StopSignal, stop_file: StopFile, collector: ManualGc)
 def evaluate_and_compare(run: Run, monitor: Monitor) -> float | None:
     """Evaluate on the validation split, and compare the data-parallel replicas, where that is due.
 
-    Return the validation loss where `checkpoint.keep_best` asks for a checkpoint, since no earlier one has a lower one.
+    Return the validation loss where that asks for a checkpoint, the best one so far.
     """
     state, config = run.state, run.config.train
     loss = None
@@ -147,6 +153,29 @@ def evaluate_and_compare(run: Run, monitor: Monitor) -> float | None:
             loss = report_validation_loss(run)
     if is_due(state.iteration, config.check_weight_hash_across_dp_replicas_interval):
         check_replicas(state)
+    return loss_to_keep(run, loss)
+
+
+def catch_up(run: Run) -> None:
+    """Evaluate and save what a loss of ranks has interrupted, and give peers new copies of the state.
+
+    A checkpoint is saved where the newest one is older than the last that was due.
+    """
+    state, saver, interval = run.state, run.saver, run.config.checkpoint.save_interval
+    loss: float | None = None
+    if is_due(state.iteration, run.config.train.eval_interval):
+        loss = on_rank_0(run.comm, lambda: run.metrics.validation_loss(state.iteration) if run.metrics else None)
+        loss = report_validation_loss(run) if loss is None else loss
+    best_loss = loss_to_keep(run, loss)
+    is_behind = interval and saver and (saver.saved_at or 0) < state.iteration // interval * interval
+    if saver and (is_behind or best_loss is not None):
+        saver.save(state.iteration, source_of(state), describe(state, run.identity, run.config), best_loss=best_loss)
+    if run.memory:
+        take_in_memory(run)
+
+
+def loss_to_keep(run: Run, loss: float | None) -> float | None:
+    """Return the validation loss where `checkpoint.keep_best` asks for a checkpoint, since no earlier one is lower."""
     is_kept = loss is not None and run.saver and run.config.checkpoint.keep_best and run.saver.is_best(loss)
     return loss if is_kept else None
 
@@ -252,15 +281,21 @@ def save_what_is_due(run: Run, monitor: Monitor, best_loss: float | None) -> boo
 
     A loss is that of a checkpoint that is kept as the best.  The next update waits until the state is copied.
     """
-    state, interval = run.state, run.config.checkpoint.in_memory_interval
+    interval = run.config.checkpoint.in_memory_interval
     is_saved, is_copied = is_save_due(run) or best_loss is not None, is_due(run.state.iteration, interval)
     if is_saved:
         with monitor.between_steps(SAVE):
             save(run, best_loss)
     if run.memory and is_copied:
         with monitor.between_steps(SAVE):
-            run.memory.take(describe_alone(state, run.identity, run.config), source_of(state))
+            take_in_memory(run)
     return is_saved or is_copied
+
+
+def take_in_memory(run: Run) -> None:
+    """Start an in-memory checkpoint."""
+    assert run.memory is not None, "checkpoint.in_memory_interval asks for them"
+    run.memory.take(describe_alone(run.state, run.identity, run.config), source_of(run.state))
 
 
 def save(run: Run, best_loss: float | None = None) -> None:

@@ -91,7 +91,7 @@ class Training:
             if here.rank == 0:
                 self._tell_ready(run, epoch)
                 self._tell_where(run)
-            code = train(run, self._stop)
+            code = train(run, self._stop, goes_on=epoch is not None)
             if here.rank == 0:
                 print("\n".join(f"> {line}" for line in report_end(run)), flush=True)
             if members is not None:

@@ -81,6 +81,11 @@ def replans(folder: Path) -> list[dict[str, Any]]:
     return [dict(row["replan_details"]) for row in read_journal(folder / "run" / "metrics.jsonl") if "replan" in row]
 
 
+def saved(folder: Path) -> set[int]:
+    """Return the iterations of the checkpoints on disk."""
+    return {int(place.name.removeprefix("iter_")) for place in (folder / "run").glob("iter_*")}
+
+
 def assert_equal(folder: Path, losses: list[float]) -> None:
     """Require that every step is there once, with the loss of the undisturbed run."""
     found = steps(folder / "run")
@@ -118,6 +123,15 @@ def test_no_checkpoint_is_read_where_memory_has_a_step(
     """Two ranks go on, and a third one, which has no place, hands over what they lack."""
     text = survive(tmp_path, 4, program(tmp_path, "loop.train_step", [(1, 8)]), *LAYOUTS[layout], *WHOLE_MICROBATCHES)
     assert f"> going on from iteration {iteration} from memory" in text
+    assert_equal(tmp_path, undisturbed)
+
+
+def test_peers_have_copies_again_after_a_loss(tmp_path: Path, undisturbed: list[float]) -> None:
+    """The process that is lost next had a copy of the first one; its own is made before the next step."""
+    path = program(tmp_path, "loop.train_step", [(1, 8), (2, 10)])
+    keys = ["parallel.zero_stage=3", "checkpoint.in_memory_interval=5", "checkpoint.save_interval=null"]
+    text = survive(tmp_path, 4, path, *keys, *WHOLE_MICROBATCHES)
+    assert text.count("> going on from iteration 5 from memory") == 2
     assert_equal(tmp_path, undisturbed)
 
 
@@ -160,12 +174,14 @@ def test_a_second_loss_while_the_ranks_connect(tmp_path: Path, undisturbed: list
 
 @pytest.mark.parametrize("is_async", ["true", "false"])
 def test_a_loss_while_a_checkpoint_is_saved(tmp_path: Path, undisturbed: list[float], is_async: str) -> None:
+    """The checkpoint that was interrupted is saved before the next step."""
     survive(tmp_path, 4, program(tmp_path, "loop.save", [(1, 2)]), f"checkpoint.async_save={is_async}")
     assert_equal(tmp_path, undisturbed)
+    assert saved(tmp_path) == {3, 6, 9, 12, 15, 16}
 
 
 def test_a_loss_while_the_disk_is_full(tmp_path: Path, undisturbed: list[float]) -> None:
-    """The save of iteration 6 finds no space on any rank: the run goes on from memory, and saves again later."""
+    """The save of iteration 6 finds no space on any rank: the run goes on from memory, and makes up for it."""
     path = Path(program(tmp_path, "loop.train_step", [(3, 8)]))
     full = "    from megatron3d.checkpoint import store\n    write, writes = store.write_boxes, []\n"
     full += "    def writes_not(*arguments):\n        writes.append(1)\n        if len(writes) == 2:\n"
@@ -176,17 +192,26 @@ def test_a_loss_while_the_disk_is_full(tmp_path: Path, undisturbed: list[float])
     assert "iter_0000006 cannot be written: No space left on device" in text
     assert "> going on from iteration 7 from memory" in text
     assert_equal(tmp_path, undisturbed)
-    saved = {place.name for place in (tmp_path / "run").glob("iter_*")}
-    assert "iter_0000006" not in saved and "iter_0000016" in saved
+    assert saved(tmp_path) == {3, 7, 9, 12, 15, 16}
 
 
 def test_a_loss_while_the_run_evaluates(tmp_path: Path, undisturbed: list[float]) -> None:
-    """The step before is complete, and goes on from memory; the evaluation that was interrupted is not repeated."""
+    """The step before is complete, and goes on from memory; the evaluation that was interrupted is repeated."""
     path = program(tmp_path, "loop.report_validation_loss", [(1, 2)])
     text = survive(tmp_path, 4, path, "train.eval_interval=4", "train.eval_iters=1")
     assert "> going on from iteration 8 from memory" in text
     assert_equal(tmp_path, undisturbed)
-    assert [iteration for iteration, _ in evaluations(tmp_path / "run")] == [4, 12, 16]
+    assert [iteration for iteration, _ in evaluations(tmp_path / "run")] == [4, 8, 12, 16]
+
+
+def test_the_best_checkpoint_is_saved_after_a_loss(tmp_path: Path) -> None:
+    """A rank ends when the loss of iteration 8 is known, before the checkpoint that it asks for."""
+    keys = ["train.eval_interval=4", "train.eval_iters=1", "checkpoint.keep_best=true", "checkpoint.save_interval=100"]
+    text = survive(tmp_path, 4, program(tmp_path, "loop.save_what_is_due", [(1, 8)]), *keys)
+    assert "> going on from iteration 8 from memory" in text
+    assert text.count("validation loss at iteration 8 ") == 1
+    best = min(evaluations(tmp_path / "run"), key=lambda each: each[1])
+    assert best[0] >= 8 and "iter_0000008, the best so far" in text
 
 
 def test_a_rank_that_cannot_connect_is_waited_for_by_nobody(tmp_path: Path, undisturbed: list[float]) -> None:
