@@ -33,10 +33,10 @@ from megatron3d.runtime import process
 from megatron3d.train import loop
 
 train, step = loop.train, loop.train_step
-def slow_train(run, stop):
+def slow_train(run, *arguments, **options):
     pause_s = 0.0 if run.state.iteration else 2.0
     loop.train_step = lambda *args, **named: (time.sleep(pause_s), step(*args, **named))[1]
-    return train(run, stop)
+    return train(run, *arguments, **options)
 loop.train = slow_train
 sys.exit(process.run_program(pretrain_gpt.main))
 """
