@@ -55,10 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         data = prepare_quick(folder) if args.quick else prepare(args.input, folder)
-        num_iters = QUICK_ITERS if args.quick else args.iters
+        num_iters, eval_iters = (QUICK_ITERS, 1) if args.quick else (args.iters, EVAL_ITERS)
         shared = [*(QUICK if args.quick else MODEL), *SCHEDULE, "model.hidden_dropout=0"]
         shared += [f"train.train_iters={num_iters}", f"optimizer.lr_decay_iters={num_iters}"]
-        shared += [f"train.eval_interval={max(num_iters // 10, 1)}", f"train.eval_iters={EVAL_ITERS}"]
+        shared += [f"train.eval_interval={max(num_iters // 10, 1)}", f"train.eval_iters={eval_iters}"]
 
         def curve(job: tuple[str, int]) -> list[dict[str, Any]]:
             run, seed = job

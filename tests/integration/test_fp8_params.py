@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -154,16 +155,16 @@ def test_weights_are_a_byte_and_are_sent_as_one(stage: int) -> None:
 
 
 KERNEL = replace(KERNELS["cpu"], num_received=0)  # as the process group of a dry run
-# Case and precision: all in bf16, and every third in another one.
+# Case and precision, all in bf16 and every third in another one, with the recipes in turns.
 PREDICTED = [(name, "bf16") for name in CASES]
 PREDICTED += [(name, precision) for first, precision in ((1, "fp32"), (2, "fp16")) for name, _ in PREDICTED[first::3]]
+IN_TURNS = [(*each, recipe) for each, recipe in zip(PREDICTED, cycle(["blockwise", "tensorwise"]), strict=False)]
 # Names of the peaks behind the last backward.
 UPDATE = ("reduction of gradients", "update", "quantization of weights")
 
 
-@pytest.mark.parametrize("recipe", ["blockwise", "tensorwise"])
-@pytest.mark.parametrize(("case", "precision"), PREDICTED)
-def test_a_dry_run_has_the_predicted_traffic_and_memory(case: str, recipe: str, precision: str) -> None:
+@pytest.mark.parametrize(("case", "precision", "recipe"), IN_TURNS)
+def test_a_dry_run_has_the_predicted_traffic_and_memory(case: str, precision: str, recipe: str) -> None:
     """Calls, bytes sent and bytes held are exact; of a shard that cuts weights, all counts as quantized at once."""
     num_ranks = CASES[case][2]
     spec = RunSpec(fp8_config(case, recipe, True, precision=precision), num_ranks, VOCAB_SIZE, num_ranks - 1)

@@ -342,8 +342,7 @@ def test_bf16_sends_in_bf16() -> None:
     assert {each.values.dtype for each in state} == {torch.float32}
 
 
-@pytest.mark.parametrize("most", [10_000, 300], ids=["two-sided", "one-sided"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("precision", "most"), [("fp32", 10_000), ("bf16", 300)], ids=["two-sided", "one-sided"])
 @pytest.mark.parametrize(("num_ranks", "parallel"), MEMORY_LAYOUTS, ids=str)
 def test_the_memory_of_an_update_is_predicted(
     num_ranks: int, parallel: dict[str, Any], precision: str, most: int
