@@ -293,6 +293,22 @@ MUTATIONS = [
         (*ELASTIC, "-k", "half"),
     ),
     Mutation(
+        "gloo's threads poll connections that have ended",
+        "runtime/connections.py",
+        "                poll.unregister(descriptor)",
+        "                pass",
+        ("tests/unit/runtime/test_members.py", "-k", "polls"),
+    ),
+    Mutation(
+        "connections of other processes to this one's store are polled no longer",
+        "runtime/connections.py",
+        """            if _is_internet(connection) and connection.getsockname()[1] not in kept_ports:
+                poll""",
+        """            if _is_internet(connection):
+                poll""",
+        ("tests/unit/runtime/test_members.py", "-k", "polls"),
+    ),
+    Mutation(
         "peers have no copies after a loss until the next interval",
         "train/loop.py",
         """describe(state, run.identity, run.config), best_loss=best_loss)

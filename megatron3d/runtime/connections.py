@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import threading
 from collections.abc import Collection
@@ -49,11 +50,44 @@ def shut_down(names: Collection[str], kept_ports: Collection[int]) -> int:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
             if _name(connection.fileno()) != name:
                 continue  # another thread has closed it, and opened another one under its number
-            if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getsockname()[1] not in kept_ports:
+            if _is_internet(connection) and connection.getsockname()[1] not in kept_ports:
                 connection.getpeername()  # raises where it is not connected, as a server's that listens
                 connection.shutdown(socket.SHUT_RDWR)
                 count += 1
     return count
+
+
+def stop_polling(names: Collection[str], kept_ports: Collection[int]) -> None:
+    """Let no thread of this process poll connections that `shut_down` has ended; the arguments are its own.
+
+    Of a process group that stays gloo does not close all of them, and its thread that polls one spins: it is told of
+    the end again and again.
+    """
+    for path in _OPEN.iterdir() if _OPEN.is_dir() else ():
+        with contextlib.suppress(OSError):  # it was closed meanwhile
+            if str(path.readlink()) == "anon_inode:[eventpoll]":
+                with select.epoll.fromfd(os.dup(int(path.name))) as poll:
+                    for descriptor in _polled(path.name):
+                        _remove(poll, descriptor, names, kept_ports)
+
+
+def _polled(name: str) -> list[int]:
+    """Return the file descriptors that an epoll instance of this process watches."""
+    lines = Path("/proc/self/fdinfo", name).read_text(encoding="utf-8").splitlines()
+    return [int(line.split()[1]) for line in lines if line.startswith("tfd:")]
+
+
+def _remove(poll: select.epoll, descriptor: int, names: Collection[str], kept_ports: Collection[int]) -> None:
+    with contextlib.suppress(OSError):  # it was closed, or is polled no longer
+        if _name(descriptor) not in names:
+            return
+        with socket.socket(fileno=os.dup(descriptor)) as connection:
+            if _is_internet(connection) and connection.getsockname()[1] not in kept_ports:
+                poll.unregister(descriptor)
+
+
+def _is_internet(connection: socket.socket) -> bool:
+    return connection.family in (socket.AF_INET, socket.AF_INET6)
 
 
 def can_shut_down() -> bool:

@@ -32,7 +32,15 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from megatron3d.errors import ExitCode, RunFailed
-from megatron3d.runtime.connections import Liveness, Responder, ask, local_address, open_sockets, shut_down
+from megatron3d.runtime.connections import (
+    Liveness,
+    Responder,
+    ask,
+    local_address,
+    open_sockets,
+    shut_down,
+    stop_polling,
+)
 from megatron3d.runtime.epochs import Epoch, Member, Note, Planner, choose, newest
 from megatron3d.runtime.joining import Meeting, read_meeting
 from megatron3d.runtime.launcher_env import LauncherEnv
@@ -196,7 +204,11 @@ class Members:
         threading.Thread(target=self._keep_shut, daemon=True).start()
 
     def _shut_down(self) -> None:
-        shut_down({*open_sockets()} - self._kept if self._made is None else self._made, self._ports())
+        shut_down(self._connections(), self._ports())
+
+    def _connections(self) -> set[str]:
+        """Return the connections of this epoch."""
+        return {*open_sockets()} - self._kept if self._made is None else self._made
 
     def _keep_shut(self) -> None:
         """End also connections that the main thread makes, or completes, until it notices the loss."""
@@ -305,6 +317,7 @@ class Members:
             self._has_gone.set()
         self._stop_watching()
         _destroy_groups()
+        stop_polling(self._connections(), self._ports())
         self.store = None
 
     def _stop_watching(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import socket
 import threading
 import time
@@ -100,6 +101,29 @@ def test_no_other_connection_is_shut_down_that_has_got_the_number_of_a_closed_on
             assert connections.shut_down({name}, ()) == 0
             with pytest.raises(TimeoutError):
                 new.recv(1)
+
+
+def test_no_thread_polls_connections_that_have_ended() -> None:
+    """It would be told of their end again and again; those of a server that other processes need stay."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as kept,
+        socket.create_server(("127.0.0.1", 0)) as other,
+        select.epoll() as poll,
+        contextlib.ExitStack() as stack,
+    ):
+        for each in (kept, other):
+            stack.enter_context(socket.create_connection(each.getsockname()))
+        accepted = [stack.enter_context(each.accept()[0]) for each in (kept, other)]
+        for each in accepted:
+            poll.register(each.fileno(), select.EPOLLIN)
+        names, ports = {*open_sockets()}, {kept.getsockname()[1]}
+        for each in accepted:
+            each.shutdown(socket.SHUT_RDWR)
+        assert {number for number, _ in poll.poll(0)} == {each.fileno() for each in accepted}
+        connections.stop_polling(names, ports)
+        assert [number for number, _ in poll.poll(0)] == [accepted[0].fileno()]
+        connections.stop_polling((), ())
+        assert poll.poll(0)
 
 
 def test_waits_of_an_elastic_run_are_given_up_when_ranks_are_lost(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
