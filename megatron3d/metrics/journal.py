@@ -191,10 +191,6 @@ class Journal:
             raise UserError(f"cannot write {self._path}: {error.strerror}; choose another checkpoint.save") from error
         self._size = self._file.tell()
 
-    def rows(self) -> list[dict[str, Any]]:
-        """Return the rows that the file has."""
-        return read_journal(self._path)
-
     def drop_after(self, iteration: int) -> None:
         """Drop the lines after an iteration, which are the last ones."""
         kept = takewhile(
@@ -239,6 +235,12 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         raise UserError(f"{path}: there is no such file; give the folder of a run, its checkpoint.save")
     return [from_json(line) for line, _ in read_lines(path, JOURNAL_ROW)]
+
+
+def validation_losses(path: Path) -> dict[int, float]:
+    """Return the losses on the validation split in a metrics.jsonl, by iteration; none without the file."""
+    rows = read_journal(path) if path.exists() else []
+    return {row["iteration"]: row["validation_loss"] for row in rows if "validation_loss" in row}
 
 
 def read_lines(path: Path, form: TypeAdapter[T]) -> list[tuple[str, T]]:

@@ -250,12 +250,6 @@ class MetricsWriter:
         more |= {} if averaged_loss is None else {EMA_LOSS: averaged_loss}
         self._write({"iteration": iteration, "validation_loss": validation_loss, **more})
 
-    def validation_loss(self, iteration: int) -> float | None:
-        """Return the loss on the validation split after `iteration` steps, if metrics.jsonl has it."""
-        rows = [] if self._journal is None else self._journal.rows()
-        losses = {row["iteration"]: row.get("validation_loss") for row in rows if "validation_loss" in row}
-        return losses.get(iteration)
-
     def rollback(self, iteration: int, message: str) -> None:
         """Report a rollback to an iteration, and drop the rows after it, which will be written again."""
         print(f"> {message}", flush=True)

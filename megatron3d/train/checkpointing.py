@@ -30,7 +30,7 @@ from megatron3d.config.validate.files import continues_own, is_hub_folder
 from megatron3d.config.yaml_origins import show
 from megatron3d.errors import UserError
 from megatron3d.metrics.journal import FILE_NAME as JOURNAL
-from megatron3d.metrics.journal import read_journal
+from megatron3d.metrics.journal import validation_losses
 from megatron3d.model.router_state import is_first
 from megatron3d.model.spec import (
     EXPERT_BIAS,
@@ -227,8 +227,7 @@ def _find_best(root: Path, iteration: int) -> Best | None:
     recorded, saved = read_best(root), [each for each in finished_checkpoints(root) if each <= iteration]
     if recorded and recorded.iteration in saved:
         return recorded
-    rows = read_journal(root / JOURNAL) if (root / JOURNAL).exists() else []
-    losses = {row["iteration"]: row["validation_loss"] for row in rows if "validation_loss" in row}
+    losses = validation_losses(root / JOURNAL)
     known = [Best(each, loss) for each in saved if math.isfinite(loss := losses.get(each, math.nan))]
     best = min(known, key=lambda each: each.loss, default=None)
     if best != recorded:

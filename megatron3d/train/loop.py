@@ -15,6 +15,8 @@ from megatron3d.config.run_spec import RunSpec
 from megatron3d.config.schema import TrainConfig
 from megatron3d.data.loader import BatchLoader
 from megatron3d.errors import ExitCode
+from megatron3d.metrics.journal import FILE_NAME as JOURNAL
+from megatron3d.metrics.journal import validation_losses
 from megatron3d.metrics.timers import BATCH, EVALUATE, SAVE
 from megatron3d.runtime.program import StopSignal
 from megatron3d.train.checkpointing import describe, describe_alone, source_of
@@ -164,7 +166,8 @@ def catch_up(run: Run) -> None:
     state, saver, interval = run.state, run.saver, run.config.checkpoint.save_interval
     loss: float | None = None
     if is_due(state.iteration, run.config.train.eval_interval):
-        loss = on_rank_0(run.comm, lambda: run.metrics.validation_loss(state.iteration) if run.metrics else None)
+        journal = saver and saver.root / JOURNAL
+        loss = on_rank_0(run.comm, lambda: validation_losses(journal).get(state.iteration) if journal else None)
         loss = report_validation_loss(run) if loss is None else loss
     best_loss = loss_to_keep(run, loss)
     is_behind = interval and saver and (saver.saved_at or 0) < state.iteration // interval * interval
